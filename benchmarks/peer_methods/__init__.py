@@ -15,7 +15,7 @@ from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.quorums import Cqs
 from benchmarks.peer_methods.replayed import Replayed
 from benchmarks.peer_methods.ring import Ring
-from benchmarks.peer_methods.ulysses import Ulysses
+from benchmarks.peer_methods.ulysses import PaddedUlysses, Ulysses
 
 METHODS: dict[str, Callable[..., Method]] = {
     "one": One,
@@ -27,6 +27,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "all-gather": AllGather,
     "ulysses": Ulysses,
     "ulysses in two": partial(Ulysses, num_chunks=2),
+    "ulysses padded": PaddedUlysses,
     "torch": Torch,
     "torch all-to-all": partial(Torch, rotate="alltoall"),
 }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
@@ -123,6 +124,34 @@ class Ulysses(Method):
         """View a shard as ``[rows, batch, ranks, chunks, heads, dim]``."""
         view: Tensor = rows_first_view(tensor).unflatten(2, (self.num_ranks, self.num_chunks, -1))
         return view
+
+
+class PaddedUlysses(Ulysses):
+    """Ulysses with heads of zeros up to a multiple of the ranks."""
+
+    def why_not(self, problem: Problem) -> str | None:
+        (_, num_heads, seqlen, _), num_kv_heads = problem.query.shape, problem.key.shape[1]
+        if num_heads != num_kv_heads:
+            return f"requires {num_heads} KV heads, got {num_kv_heads}"
+        if num_heads % self.num_ranks == 0:
+            return f"requires heads that {self.num_ranks} ranks do not divide, got {num_heads}"
+        if seqlen % self.num_ranks:
+            return f"requires tokens in multiples of {self.num_ranks}, got {seqlen}"
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
+        num_heads = query.shape[1]
+        output, saved = super().forward(*map(self._pad, (query, key, value)))
+        return output[:, :num_heads], (saved, num_heads)
+
+    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        of_padded, num_heads = saved
+        gradients = super().backward(of_padded, self._pad(grad_output))
+        return tuple(gradient[:, :num_heads] for gradient in gradients)
+
+    def _pad(self, tensor: Tensor) -> Tensor:
+        rows = rows_first_view(tensor)
+        return heads_first(F.pad(rows, (0, 0, 0, -tensor.shape[1] % self.num_ranks)))
 
 
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:

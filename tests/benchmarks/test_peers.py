@@ -61,7 +61,7 @@ def largest_errors(group, case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
-    refused = {"one each", "cqs replayed", "torch", "torch all-to-all"}
+    refused = {"one each", "cqs replayed", "ulysses padded", "torch", "torch all-to-all"}
     refused |= REFUSED.get((case.name, num_ranks), set())
     for found in ranks.run(num_ranks, largest_errors, replace(case, is_causal=is_causal)):
         assert {name for name, error in found.items() if isinstance(error, str)} == refused
@@ -73,6 +73,13 @@ def test_what_a_method_cannot_take_is_left_out_with_the_reason(ranks):
     assert found["ring"] == found["all-gather"] == "requires tokens in multiples of 4, got 51"
     assert found["ulysses"] == "requires heads in multiples of 2, got 3 query heads and 3 KV heads"
     assert found["cqs"] < 1e-12
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_padded_heads_are_exact(ranks, num_ranks):
+    case = Case("odd-heads", 48, 48, num_heads=3, num_kv_heads=3, is_causal=True)
+    for found in ranks.run(num_ranks, largest_errors, case):
+        assert found["ulysses padded"] < 1e-12
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
