@@ -23,9 +23,13 @@ def find_free_port():
         return free.getsockname()[1]
 
 
-def run_as_torchrun(num_ranks, program, *arguments):
-    """Call a function in new processes with the environment of torchrun's."""
-    context, port = make_context(), find_free_port()
+def run_as_torchrun(num_ranks, program, *arguments, start_method=None):
+    """Call a function in new processes with the environment of torchrun's.
+
+    With "fork" they are copies of this process, and have imported what it has.
+    """
+    context = make_context() if start_method is None else mp.get_context(start_method)
+    port = find_free_port()
     processes = [
         context.Process(target=_run_as_rank, args=(rank, num_ranks, port, program, arguments))
         for rank in range(num_ranks)

@@ -4,7 +4,6 @@ The argument is the directory for the losses of all steps.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import types
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ranks import find_free_port
+from ranks import run_as_torchrun
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
@@ -112,9 +111,7 @@ def dense_attention(query, key, value, *, block_mask, scale, enable_gqa, **_):
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options), None
 
 
-def train(rank, num_ranks, port, spec, path):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def train(spec, path):
     # FlexAttention has no gradients on a CPU, and compilation takes longer than the computation.
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = create_block_mask
@@ -135,7 +132,7 @@ def train(rank, num_ranks, port, spec, path):
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            context_parallel_degree=num_ranks,
+            context_parallel_degree=int(os.environ["WORLD_SIZE"]),
             context_parallel_load_balancer=None,
             spmd_backend="full_dtensor",
         ),
@@ -164,23 +161,11 @@ def train(rank, num_ranks, port, spec, path):
     trainer.forward_backward_step = recorded_step
     trainer.train()
     trainer.close()
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         path.write_text(json.dumps(losses))
-
-
-def run(num_ranks, spec, path):
-    """Run the ranks in copies of this process, which has imported what they need."""
-    context, port = multiprocessing.get_context("fork"), find_free_port()
-    arguments = [(rank, num_ranks, port, spec, path) for rank in range(num_ranks)]
-    processes = [context.Process(target=train, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * num_ranks
 
 
 if __name__ == "__main__":
     top = Path(sys.argv[1])
-    run(1, make_spec(), top / "flex.json")
-    run(3, convert(make_spec()), top / "cqs.json")
+    run_as_torchrun(1, train, make_spec(), top / "flex.json", start_method="fork")
+    run_as_torchrun(3, train, convert(make_spec()), top / "cqs.json", start_method="fork")
