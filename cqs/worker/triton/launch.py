@@ -16,9 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial, merge_rows
-from cqs.worker.cuda_graphs import cached_on_device, outside_of_graphs
+from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
+from cqs.worker.triton.counters import new_counter
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
@@ -45,12 +46,6 @@ _POLLS_PER_BLOCK = 1 / 8
 
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
-
-
-_NUM_COUNTERS = 256
-"""Number of counters that are filled at once."""
-_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""Counters that no launch has used, by device and stream."""
 
 
 def attend_block_rows(
@@ -246,31 +241,6 @@ def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[T
     return lse_log2, delta
 
 
-def _new_counter(device: torch.device) -> Tensor:
-    """Return int32 zeros on the device, to count the items that programs took and started.
-
-    To fill them takes the host as long as the launch itself, so those of many launches are filled
-    at once. They belong to the current stream, which runs the launch after the filling.
-    """
-    shape = _NUM_COUNTERS, 4  # 16 bytes each, the alignment for which Triton compiles the kernels
-    if torch.cuda.is_current_stream_capturing():  # every replay must fill them anew
-        return torch.zeros(shape[1], dtype=torch.int32, device=device)
-    place = device, triton.runtime.driver.active.get_current_stream(device.index)
-    counters = _counters.setdefault(place, [])
-    try:
-        return counters.pop()
-    except IndexError:  # all are used, or another thread was faster
-        stream = torch.cuda.current_stream(device)
-
-        def make() -> Tensor:
-            with torch.cuda.stream(stream):
-                return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        counter, *others = outside_of_graphs(make).unbind()
-        counters += others
-        return counter
-
-
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
     """Return a grid of one program for each multiprocessor, or for each item if they are fewer."""
     return (min(num_items, _properties(device).multi_processor_count),)
@@ -384,7 +354,7 @@ def _launch(
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     all_tensors = *described, *tensors
     if tiles.on_hopper:
-        all_tensors = *all_tensors, _new_counter(query.device)
+        all_tensors = *all_tensors, new_counter(query.device)
 
     def make(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Arguments:
         rows_of_tile = tiles.rows // 2 if tiles.on_hopper else tiles.rows  # there: two halves
