@@ -178,10 +178,21 @@ class TokenGroups:
             most: Largest number of live pairs.
             unit: Number of rows at whose multiples to cut.
         """
+        width = 0  # of the keys that every row sees: only the others are counted again
+        others = []
+        for each in keys:
+            live_pairs = self.count(queries, each)
+            if live_pairs == len(queries) * len(each):
+                width += len(each)
+            elif live_pairs:
+                others.append(each)
+
+        def count(cut: int) -> int:
+            rows = range(queries.start, cut)
+            return len(rows) * width + self.count_area(rows, others)
+
         cuts = range(queries.start + unit, queries.stop, unit)
-        number = bisect_right(
-            cuts, most, key=lambda cut: self.count_area(range(queries.start, cut), keys)
-        )
+        number = bisect_right(cuts, most, key=count)
         return cuts[number - 1] if number else queries.start
 
     def join(self, strips: Iterable[Strip]) -> list[Step]:
