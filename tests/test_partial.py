@@ -236,6 +236,25 @@ def test_half_precision_is_read_and_rounded_as_pytorch_does(dtype):
     torch.testing.assert_close(merged, expected, rtol=0, atol=0, equal_nan=True)
 
 
+NOT_FINITE = torch.tensor([0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32)
+"""Bits of infinity and of NaN: signalling, that of a CPU, that of a GPU, all ones."""
+
+
+@DTYPES
+def test_nan_of_any_bits_are_merged_as_by_pytorch(dtype, monkeypatch):
+    partials = [random_partial(dtype, (1, 2, 300, 24)) for _ in range(3)]
+    for output, lse in partials:
+        for tensor, values in ((lse, torch.tensor([-torch.inf])), (lse, None), (output, None)):
+            values = NOT_FINITE.view(torch.float32) if values is None else values
+            chosen = torch.rand(tensor.shape) < 0.3
+            drawn = values[torch.randint(len(values), (int(chosen.sum()),))]
+            tensor[chosen] = drawn.to(tensor.dtype)
+    merged = merge_partials(partials)
+    monkeypatch.setattr("cqs.partial._LEAST_ELEMENTS", 2**60)
+    for tensor, expected in zip(merged, merge_partials(partials), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_an_infinite_lse_alone_stays_and_with_another_is_nan(number):
     partials = [random_partial() for _ in range(number)]

@@ -72,24 +72,25 @@ def _widen(context: Any, element: Any) -> Any:
 
 
 @intrinsic
-def _narrow(context: Any, x: Any, like: Any) -> Any:
-    """Round ``x`` to the type of ``like``."""
+def _narrow(context: Any, x: Any, like: Any, element: Any) -> Any:
+    """Round ``x``, which is computed from ``element``, to the type of ``like``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, _ = arguments
+        x, *_ = arguments
         if like == types.uint16:
             word = ir.IntType(32)
             bits = builder.bitcast(x, word)
             is_odd = builder.and_(builder.lshr(bits, word(16)), word(1))
             to_even = builder.add(bits, builder.add(is_odd, word(0x7FFF)))
-            is_nan = builder.fcmp_unordered("uno", x, x)
-            upper = builder.lshr(builder.select(is_nan, word(0x7FC00000), to_even), word(16))
-            return builder.trunc(upper, ir.IntType(16))
+            if element != like:  # else rounding keeps NaN: its lower bits are 0
+                is_nan = builder.fcmp_unordered("uno", x, x)
+                to_even = builder.select(is_nan, word(0x7FC00000), to_even)
+            return builder.trunc(builder.lshr(to_even, word(16)), ir.IntType(16))
         if like == types.int16:
             return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
         return x
 
-    return like(x, like), generate
+    return like(x, like, element), generate
 
 
 @_compiled
@@ -102,12 +103,11 @@ def _compare(lses, largest, is_lower):  # type: ignore[no-untyped-def]
     Args:
         lses: ``[num_parts, num_rows]``: LSEs, and after the call the exponents: -inf for a part
             without keys before the first key of a row, 0 for the first part with keys. NaN and +inf
-            after a key give NaN.
+            give NaN.
         largest: ``[num_rows]``: the largest LSE merged so far; updated.
         is_lower: bool ``[num_parts, num_rows]``: whether the LSE of the part is not the larger one;
             written to.
     """
-    zero = largest.dtype.type(0)
     for part in range(lses.shape[0]):
         lse, lower = lses[part], is_lower[part]
         for row in range(largest.shape[0]):
@@ -115,7 +115,7 @@ def _compare(lses, largest, is_lower):  # type: ignore[no-untyped-def]
             larger = new if old <= new or new != new else old  # a NaN must reach the result
             difference = (old - larger) + (new - larger)
             if old == -np.inf:  # a sum of 0, whatever its weight; exp(-inf) takes long
-                difference = new if new == old else zero
+                difference = new if new == old else new - new
             lse[row] = difference
             lower[row] = old >= new
             largest[row] = larger
@@ -125,6 +125,8 @@ def _compare(lses, largest, is_lower):  # type: ignore[no-untyped-def]
 def _weigh(exponentials, is_lower, weights, sums):  # type: ignore[no-untyped-def]
     """Assign the exponentials to the part or to the running sum, and add up the weights.
 
+    Every NaN becomes the one whose lower bits are 0, which stays NaN when it is rounded.
+
     Args:
         exponentials: ``[num_parts, num_rows]``: exponentials of the exponents.
         is_lower: The result of :func:`_compare`.
@@ -132,7 +134,7 @@ def _weigh(exponentials, is_lower, weights, sums):  # type: ignore[no-untyped-de
             because memory is read slowly in more than about ten places at a time.
         sums: ``[num_rows]``: the sum of all weights so far; updated.
     """
-    one, num_parts = sums.dtype.type(1), weights.shape[1]
+    one, nan, num_parts = sums.dtype.type(1), sums.dtype.type(np.nan), weights.shape[1]
     new = np.empty((num_parts, _VECTOR_ROWS), sums.dtype)
     old = np.empty_like(new)
     for first in range(0, weights.shape[0], _VECTOR_ROWS):
@@ -143,8 +145,9 @@ def _weigh(exponentials, is_lower, weights, sums):  # type: ignore[no-untyped-de
             lower = is_lower[part, first : first + number]
             of_part, of_sum = new[part], old[part]
             for i in range(number):
-                of_part[i] = smaller[i] if lower[i] else one
-                of_sum[i] = one if lower[i] else smaller[i]
+                weight = smaller[i] if smaller[i] == smaller[i] else nan
+                of_part[i] = weight if lower[i] else one
+                of_sum[i] = one if lower[i] else weight
                 total[i] = total[i] * of_sum[i] + of_part[i]
         for i in range(number):
             for part in range(num_parts):
@@ -227,7 +230,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
                     output = carray(_pointer(target + step * i), (num_columns,), output_like.dtype)
                     for j in range(num_columns):
                         mean = _fma(_widen(x[j]), new, total[j] * old) / divisor
-                        output[j] = _narrow(mean, output[j])
+                        output[j] = _narrow(mean, output[j], x[j])
         first = stop
 
 
