@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from cqs.executors.verify import VerificationError as VerificationError
     from cqs.integrations.flex import flex_attention as flex_attention
     from cqs.partial import AttentionOutput as AttentionOutput
+    from cqs.problem.scores import Scores as Scores
 
 __all__ = [
     "AttentionOutput",
     "Cluster",
     "Plan",
+    "Scores",
     "VerificationError",
     "as_completed",
     "attention",
@@ -37,6 +39,7 @@ _LAZY = {
     "attention": "cqs.api",
     "AttentionOutput": "cqs.partial",
     "Cluster": "cqs.executors.ray",
+    "Scores": "cqs.problem.scores",
     "as_completed": "cqs.executors.ray",
     "VerificationError": "cqs.executors.verify",
     "flex_attention": "cqs.integrations.flex",

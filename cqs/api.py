@@ -15,6 +15,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
+from cqs.problem.scores import Scores
 from cqs.scheduler import Kind
 from cqs.uncompiled import replaced_in_graphs
 from cqs.worker.backends import check_backend_name
@@ -37,6 +38,7 @@ def _attention_in_graph(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
     num_tasks: int | None = None,
     plan: Kind | str | None = None,
     backend: str | None = None,
@@ -50,7 +52,8 @@ def _attention_in_graph(
         return NotImplemented
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    handles = handle_of(pattern), seed_of(dropout_p, seed)
+    sinks = None if scores is None else scores.sinks
+    handles = sinks, handle_of(pattern), seed_of(dropout_p, seed)
     options = is_causal, scale, dropout_p, num_tasks, plan_text(plan), backend, verify, progress
     output, lse = operator(query, key, value, *handles, *options)
     return AttentionOutput(output, lse) if return_lse else output
@@ -68,6 +71,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
     num_tasks: int | None = None,
     plan: Kind | str | None = None,
     backend: str | None = None,
@@ -105,6 +109,7 @@ def attention(
             head and positions, independent of tasks, executor and kernels.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
+        scores: Sinks; see :class:`cqs.Scores`.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
@@ -152,6 +157,7 @@ def attention(
         scale=scale,
         dropout_p=dropout_p,
         seed=seed,
+        scores=scores,
     )
     if num_tasks is not None and executor is not None:
         for _, part in problem.parts():

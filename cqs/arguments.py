@@ -32,10 +32,7 @@ _ADVICE = {
         "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
     ),
     ("score_mod", "softcap", "alibi_slopes"): "call PyTorch's FlexAttention",
-    ("sinks", "s_aux", "learnable_sink"): (
-        "call PyTorch's FlexAttention; without gradients, pass return_lse=True and multiply the "
-        "output by (lse - sink).sigmoid()"
-    ),
+    ("sinks", "s_aux", "learnable_sink"): "pass scores=cqs.Scores(sinks=sinks) to cqs.attention",
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (
         "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "
         "all documents in one batch element"

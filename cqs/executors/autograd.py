@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.problem.scores import sinks_gradient
 
 Kept = tuple[Tensor, ...]
 """Tensors that the forward pass saves for the backward pass."""
@@ -19,7 +20,7 @@ class Attended(NamedTuple):
     """The result of a forward pass, and its backward pass."""
 
     answer: Partial
-    """Output and LSE."""
+    """Output and LSE, with sinks if the problem has them."""
     kept: Kept
     """Inputs of the backward pass. Saved by autograd, so activation checkpointing can drop them."""
     differentiate: Callable[[Kept, Tensor], Gradients]
@@ -53,10 +54,8 @@ def attend_differentiably(
         for (row, _), part in problem.parts():
             rows.setdefault(row.start, []).append(attend_differentiably(part, attend, forward))
         return _join([_join(row, dim=1) for row in rows.values()], dim=0)
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    ):
-        return Partial(*_Attention.apply(query, key, value, problem, attend))
+    if problem.requires_grad:
+        return Partial(*_Attention.apply(query, key, value, problem.sinks, problem, attend))
     return attend(problem).answer if forward is None else forward(problem)
 
 
@@ -77,7 +76,7 @@ def keep_operands(
     answer = forward(problem)
     # The closure must not refer to the tensors: autograd alone decides how long they live.
     nothing = problem.query.new_empty(0)
-    options = replace(problem, query=nothing, key=nothing, value=nothing)
+    options = replace(problem, query=nothing, key=nothing, value=nothing, sinks=None)
 
     def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
         query, key, value, *saved = kept
@@ -98,14 +97,19 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         problem: Problem,
         attend: Callable[[Problem], Attended],
     ) -> Partial:
-        attended = attend(replace(problem, query=query, key=key, value=value))
-        ctx.save_for_backward(*attended.kept)
-        ctx.mark_non_differentiable(attended.answer.lse)
-        ctx.differentiate = attended.differentiate
-        return attended.answer
+        answer, kept, differentiate = attend(
+            replace(problem, query=query, key=key, value=value, sinks=sinks)
+        )
+        of_sinks = () if sinks is None else (sinks, *answer)
+        ctx.save_for_backward(*kept, *of_sinks)
+        ctx.num_kept = len(kept)
+        ctx.mark_non_differentiable(answer.lse)
+        ctx.differentiate = differentiate
+        return answer
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,7 +120,11 @@ class _Attention(torch.autograd.Function):
         device, dtype = grad_output.device.type, grad_output.dtype
         is_autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
-            # Read once: activation checkpointing permits one access.
-            gradients = ctx.differentiate(ctx.saved_tensors, grad_output)
+            saved = ctx.saved_tensors  # read once: activation checkpointing permits one access
+            gradients = ctx.differentiate(saved[: ctx.num_kept], grad_output)
+            of_sinks = None
+            if ctx.needs_input_grad[3]:
+                sinks, *answer = saved[ctx.num_kept :]
+                of_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
-        return query, key, value, None, None
+        return query, key, value, of_sinks, None, None

@@ -12,6 +12,7 @@ from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.problem.scores import add_sinks
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
 from cqs.worker import CallBackend, HeldTokens, TaskBackend, Worker
@@ -57,11 +58,12 @@ class LocalExecutor:
                     tiler.add(task.index, worker.run_steps(task.steps, *held))
                     if hooks.progress:
                         hooks.advance(problem, task.live_pairs)
-                return tiler.finish()
+                return add_sinks(tiler.finish(), problem.sinks)
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
         if hooks.progress:
             hooks.advance(problem, plan.live_pairs)
+        add_sinks(partial, problem.sinks)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:

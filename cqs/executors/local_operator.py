@@ -13,6 +13,7 @@ from cqs.executors.observe import observe
 from cqs.executors.operators import HOST_TAGS, as_raw, define_attention, read_pattern, read_plan
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem, check_problem
+from cqs.problem.scores import Scores, sinks_gradient
 from cqs.scheduler import Plan
 from cqs.scheduler.kinds import check_kind
 from cqs.worker.backends import check_backend_name
@@ -23,6 +24,7 @@ _EXECUTOR = LocalExecutor()
 class Options(NamedTuple):
     """The options of an operator; ``None`` is the default of :func:`cqs.attention`."""
 
+    sinks: Tensor | None
     pattern: Tensor | None
     """Handle of the pattern."""
     seed: Tensor | None
@@ -48,6 +50,7 @@ class Options(NamedTuple):
             scale=self.scale,
             dropout_p=self.dropout_p,
             seed=None if self.seed is None else int(self.seed),
+            scores=Scores(self.sinks),
         )
 
     def make_plan(self, part: Problem) -> Plan:
@@ -91,6 +94,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
         scale=1.0 if chosen.scale is None else chosen.scale,  # head_dim may be a symbol
         dropout_p=chosen.dropout_p,
         seed=0,
+        scores=Scores(chosen.sinks),
     )
     if chosen.plan is not None:
         check_kind(read_plan(chosen.plan))
@@ -100,7 +104,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
 def _differentiate(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of query, key and value."""
+    """Compute the gradients of query, key, value and sinks."""
     output, lse, *options = saved
     chosen = Options(*options)
     problem = chosen.check(query, key, value)
@@ -118,7 +122,10 @@ def _differentiate(
             total.query[where] += gradients.query
             total.key[of_keys] += gradients.key  # several parts may share a KV head
             total.value[of_keys] += gradients.value
-    return as_raw(total, query, key, value)
+    of_sinks = query.new_empty(0)
+    if problem.sinks is not None:
+        of_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
+    return *as_raw(total, query, key, value), of_sinks
 
 
 attention = define_attention("attention", _SCHEMA, _attend, _check, _differentiate, HOST_TAGS)

@@ -209,17 +209,18 @@ def define_attention(
 
     Args:
         name: Name of the operator in ``torch.ops.cqs``.
-        options: Schema of the arguments after query, key, value, pattern and seed.
+        options: Schema of the arguments after query, key, value, sinks, pattern and seed.
         attend: Returns output and LSE.
         check: Checks the arguments while a graph is traced; returns tensors without values.
-        differentiate: Computes gradients from that of the output, query, key, value, output, LSE
-            and the other arguments.
+        differentiate: Computes the gradients of query, key, value and sinks (of any shape without
+            them) from that of the output, query, key, value, output, LSE and the other arguments.
         tags: Tags of both operators.
 
     Returns:
         The operator, a function.
     """
-    schema = f"Tensor query, Tensor key, Tensor value, {{}}Tensor? pattern, Tensor? seed, {options}"
+    tensors = "{}Tensor? sinks, Tensor? pattern, Tensor? seed"
+    schema = f"Tensor query, Tensor key, Tensor value, {tensors}, {options}"
     define: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -230,21 +231,28 @@ def define_attention(
     backward = define(
         f"cqs::{name}_backward",
         differentiate,
-        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor)",
+        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     attention.register_fake(lambda *args: tuple(check(*args)))
-    backward.register_fake(lambda _, *args: tuple(each.new_empty(each.shape) for each in args[:3]))
+
+    def check_backward(_: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        query, sinks = args[0], args[5]
+        of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+        return *(each.new_empty(each.shape) for each in args[:3]), of_sinks
+
+    backward.register_fake(check_backward)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:5])
+        ctx.save_for_backward(*output, *inputs[:6])
         ctx.mark_non_differentiable(output[1])
-        ctx.options = inputs[5:]
+        ctx.options = inputs[6:]
 
     def differentiate_kept(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
         output, lse, query, key, value, *handles = ctx.saved_tensors
         operands = query, key, value, output, lse, *handles
-        gradients = backward(grad_output, *operands, *ctx.options)
-        return *gradients, *[None] * (2 + len(ctx.options))
+        *gradients, of_sinks = backward(grad_output, *operands, *ctx.options)
+        of_sinks = None if handles[0] is None else of_sinks
+        return *gradients, of_sinks, *[None] * (2 + len(ctx.options))
 
     attention.register_autograd(differentiate_kept, setup_context=keep)
     return attention

@@ -125,7 +125,10 @@ def _verify_head(
     query, output, found_lse, key, value = (tensor.double() for tensor in tensors)
     scores = problem.scale * (query @ key.T)
     masked = scores.masked_fill(~visible, -torch.inf)
-    lse = masked.logsumexp(dim=-1)
+    lse, sink = masked.logsumexp(dim=-1), query.new_tensor(0.0)
+    if problem.sinks is not None:
+        sink = problem.sinks[place[1]].to(sink)
+        lse = torch.logaddexp(lse, sink)
     log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     weights = log_weights.exp()
     factors: Tensor | float = 1.0
@@ -148,7 +151,7 @@ def _verify_head(
     largest = torch.finfo(lse_dtype(problem.query.dtype)).max
     is_finite = (scores.abs() <= largest).all() and value.isfinite().all()
     note = "" if is_finite else _NOT_FINITE
-    bound, bound_lse = _bounds(problem, log_weights, magnitudes, visible, factors, finite)
+    bound, bound_lse = _bounds(problem, log_weights, magnitudes, sink, visible, factors, finite)
     of_output = "output", output, exact, bound
     of_lse = "lse", found_lse.unsqueeze(-1), lse.unsqueeze(-1), bound_lse
     for name, found, right, limit in (of_output, of_lse):
@@ -169,6 +172,7 @@ def _bounds(
     problem: Problem,
     log_weights: Tensor,
     magnitudes: Tensor,
+    sink: Tensor,
     visible: Tensor,
     factors: Tensor | float,
     finite: Tensor,
@@ -180,6 +184,7 @@ def _bounds(
         log_weights: Natural logarithms of the softmax weights, float64 ``[rows, seqlen_kv]``.
         magnitudes: ``abs(scale) * abs(query) @ abs(key)``, 0 for pairs that are masked out,
             float64 ``[rows, seqlen_kv]``.
+        sink: The sink of the head, 0 without one.
         visible: The attention mask, bool ``[rows, seqlen_kv]``.
         factors: Factors of dropout on the softmax weights, float64 ``[rows, seqlen_kv]``, or 1
             without dropout.
@@ -196,7 +201,7 @@ def _bounds(
     unit, unit_of_dtype = own_share * accumulation.eps / 2, own_share * dtype.eps / 2
     num_keys = visible.sum(dim=-1, keepdim=True).double()
     zeros = torch.zeros_like(num_keys)  # the maxima of rows without keys
-    largest = torch.cat([zeros, magnitudes], dim=-1).amax(-1, keepdim=True)
+    largest = torch.cat([zeros + sink.abs(), magnitudes], dim=-1).amax(-1, keepdim=True)
     scores = (problem.query.shape[-1] + _FEW) * unit * magnitudes
     scores = scores + _FEW * unit * (1 + largest + num_keys.clamp(min=1).log()) + unit_of_dtype
     weights = log_weights.exp()
@@ -214,7 +219,7 @@ def _bounds(
     largest_weight = torch.cat([zeros, weights], dim=-1).amax(-1, keepdim=True)
     in_sum = largest_weight * (visible.double() @ (1 + finite.abs()))
     of_output = (factors * of_weights + of_sums) @ finite.abs() + tiny * (2 + in_sum)
-    return of_output, mean + summation
+    return of_output, mean + summation + 2 * unit * sink.abs()
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:

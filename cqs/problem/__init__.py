@@ -16,6 +16,7 @@ from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
 from cqs.problem.dropout import Dropout
+from cqs.problem.scores import Scores
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
@@ -36,6 +37,8 @@ class ProblemOptions(TypedDict, total=False):
     """Probability that an attention weight is zeroed, in [0, 1)."""
     seed: int | None
     """Random seed of the dropout mask; ``None`` draws one."""
+    scores: Scores | None
+    """Options of the scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,8 @@ class Problem:
     """``None`` for a dropout probability of 0."""
     pattern: Pattern | None = None
     """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
+    sinks: Tensor | None = None
+    """A score of each query head without a value, ``[num_heads]``; see :class:`cqs.Scores`."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
@@ -63,6 +68,14 @@ class Problem:
         if self.pattern is None:
             return None
         return self.pattern.bind(self.query.shape[2], self.key.shape[2])
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records a call."""
+        tensors = self.query, self.key, self.value, self.sinks
+        return torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in tensors
+        )
 
     @property
     def differs_by_head(self) -> bool:
@@ -90,6 +103,7 @@ class Problem:
                     value=self.value[row, kv_heads],
                     dropout=self.dropout and self.dropout.moved(batch, head),
                     pattern=self.pattern and self.pattern.head(batch, head),
+                    sinks=None if self.sinks is None else self.sinks[heads],
                 ),
             )
 
@@ -186,6 +200,7 @@ def check_problem(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
 ) -> Problem:
     """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
 
@@ -241,7 +256,8 @@ def check_problem(
         raise ValueError(f"scale must be finite, got {scale}")
     has_dropout = seed is not None or type(dropout_p) is not float or dropout_p
     dropout = _check_dropout(dropout_p, seed) if has_dropout else None
-    return Problem(query, key, value, is_causal, factor, dropout, pattern)
+    sinks = None if scores is None else _check_sinks(scores, query)
+    return Problem(query, key, value, is_causal, factor, dropout, pattern, sinks)
 
 
 def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
@@ -285,6 +301,32 @@ def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Ten
         if found != wanted:
             raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
     return tensor
+
+
+def _check_sinks(scores: Scores, query: Tensor) -> Tensor | None:
+    """Return the sinks of a call, or raise TypeError or ValueError."""
+    if not isinstance(scores, Scores):
+        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    sinks = scores.sinks
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"scores.sinks must be a tensor or None, got {type(sinks).__name__}")
+    if type(sinks).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        sinks = _plain_value("scores.sinks", sinks)
+    if sinks.dtype not in _DTYPES:
+        raise TypeError(
+            f"scores.sinks must be float64, float32, bfloat16 or float16, got {sinks.dtype}"
+        )
+    if sinks.shape != query.shape[1:2]:
+        raise ValueError(
+            f"scores.sinks must be [num_heads], [{query.shape[1]}], got {list(sinks.shape)}"
+        )
+    if sinks.device != query.device:
+        raise ValueError(
+            f"scores.sinks must be on the device of query, {query.device}, got {sinks.device}"
+        )
+    return sinks
 
 
 def _plain_value(name: str, tensor: Tensor) -> Tensor:

@@ -4,7 +4,15 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from tiny_models import BATCHES, TOKENS, VOCABULARY, make_model, token_ids, with_attention
+from tiny_models import (
+    BATCHES,
+    TOKENS,
+    VOCABULARY,
+    make_model,
+    reference_of,
+    token_ids,
+    with_attention,
+)
 from transformers.masking_utils import create_causal_mask
 
 from cqs.integrations.transformers import register
@@ -52,7 +60,7 @@ def error_of_shards(group, family, kind, lengths=None):
     weights = torch.randn(*shape, width, generator=torch.manual_seed(2), dtype=torch.float64)
     weights *= batch.get("attention_mask", torch.ones(shape)).unsqueeze(-1)  # not of padding
     options = {"use_cache": False} if kind in PACKED else {}
-    model = with_attention(make_model(family), "sdpa")
+    model = with_attention(make_model(family), reference_of(family))
     output, gradients = _passes(model, batch | options, weights)
     of_whole = {"output": output, "weights": weights}
     wanted = _part(of_whole, rank)

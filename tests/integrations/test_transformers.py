@@ -42,7 +42,7 @@ def assert_alike(found, expected, tolerance=1e-10):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_match(family, kind):
     model, batch = make_model(family), BATCHES[kind]()
-    expected = passes(with_attention(model, "sdpa"), **batch)
+    expected = passes(with_attention(model, tiny_models.reference_of(family)), **batch)
     assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected)
 
 
@@ -53,6 +53,7 @@ def test_outputs_and_gradients_match(family, kind):
         ("Mistral", {}),
         ("Qwen2", {}),
         ("Qwen2", {"num_beams": 2}),
+        ("GptOss", {}),
         ("Qwen2", {"cache_implementation": "static"}),
         ("Mistral", {"use_cache": False}),
     ],
@@ -63,7 +64,8 @@ def test_generation_with_padding_on_the_left_matches(family, options):
     options = options | {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     expected, found = (
-        with_attention(model, name).generate(**batch, **options) for name in ("sdpa", "cqs")
+        with_attention(model, name).generate(**batch, **options)
+        for name in (tiny_models.reference_of(family), "cqs")
     )
     assert (found.sequences == expected.sequences).all()
     assert found.sequences.shape[1] == TOKENS + 8
@@ -332,7 +334,7 @@ def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError
 
 
 def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
-    for name in ("softcap", "s_aux", "position_bias", "head_mask", "cache", "indices"):
+    for name in ("softcap", "position_bias", "head_mask", "cache", "indices"):
         refuse(f"{name} is not supported", **{name: 1.0})
     refuse("output_attentions is not supported", output_attentions=True)
     refuse("sliding_window must be None .* got 3", sliding_window=3)
@@ -342,6 +344,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
         torch.ones(1, 6),
     )
     refuse("mask must be .*, got 0.5", torch.full((1, 1, 6, 6), 0.5), error=ValueError)
+    refuse(r"scores.sinks must be \[num_heads\]", s_aux=torch.zeros(3), error=ValueError)
     register("cqs-by-cpu", backend="cpu")
     refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
 

@@ -6,6 +6,8 @@ from transformers import (
     BertModel,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,6 +43,13 @@ FAMILIES = {
         | {"num_key_value_heads": 2, "sliding_window": 9, "max_window_layers": 1}
         | {"use_sliding_window": True},
     ),
+    "GptOss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        _DECODER
+        | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 7}
+        | {"experts_implementation": "eager"},
+    ),
     "Bert": (BertModel, BertConfig, _ENCODER),
 }
 
@@ -54,6 +63,11 @@ def make_model(family, **options):
     """Return a model with random weights, the same in every call, in float64."""
     torch.manual_seed(0)
     return FAMILIES[family][0](config_of(family, **options)).double().eval()
+
+
+def reference_of(family):
+    """Name of the attention of transformers with which results are compared, in float64."""
+    return "eager" if family == "GptOss" else "sdpa"  # which has no sinks
 
 
 def with_attention(model, implementation):

@@ -81,7 +81,7 @@ def _check(
         ours["pattern"] = _chunks(asked["attention_chunk"], lengths)
     if options.get("sink"):
         asked["learnable_sink"] = torch.randn(6, dtype=torch.bfloat16, device=device)
-        ours["learnable_sink"] = asked["learnable_sink"]
+        ours["scores"] = cqs.Scores(sinks=asked["learnable_sink"])
     if softcap:
         ours["softcap"] = softcap
     found = _with_gradients(partial(_by_cqs, ours), operands)

@@ -16,6 +16,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_is_pattern, check_problem
+from cqs.problem.scores import Scores
 from cqs.scheduler.cost_model import Links, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import replaced_in_graphs, uncompiled
@@ -37,6 +38,7 @@ def _attention_in_graph(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
     head_parallel: int | str = "auto",
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
@@ -48,8 +50,10 @@ def _attention_in_graph(
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
+    sinks = None if scores is None else scores.sinks
     output, lse, _ = _operator(
         *shards,
+        sinks,
         handle_of(pattern),
         seed_of(dropout_p, seed),
         seed is None,
@@ -64,7 +68,8 @@ def _attention_in_graph(
         return_lse,
         verify,
         "" if joined is None else joined.group_name,
-        torch.is_grad_enabled() and any(shard.requires_grad for shard in shards),
+        torch.is_grad_enabled()
+        and any(each is not None and each.requires_grad for each in (*shards, sinks)),
         place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
     )
     output = as_dtensor(output, query, mesh)
@@ -84,6 +89,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
     head_parallel: int | str = "auto",
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
@@ -119,6 +125,8 @@ def attention(
         dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
+        scores: Sinks, the same on all ranks; see :class:`cqs.Scores`. Their gradient is that of
+            this rank's queries, as with any parameter of which every rank has a copy.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
             each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
             plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
@@ -175,6 +183,7 @@ def attention(
             scale=scale,
             dropout_p=dropout_p,
             seed=seed,
+            scores=scores,
             head_parallel=head_parallel,
             num_chunks=num_chunks,
             plan=plan,
@@ -202,6 +211,7 @@ def prepare(
     pattern: Pattern | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    scores: Scores | None = None,
     head_parallel: int | str = "auto",
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
@@ -225,6 +235,7 @@ def prepare(
         pattern: Sparse pattern, or ``None``.
         scale: Factor on the scores, or ``None``.
         dropout_p: Probability that a pair is dropped. The seed is an argument of the call.
+        scores: Sinks like those of later calls, or ``None``; their values are not read.
         head_parallel: Head-parallel degree, or ``"auto"``.
         num_chunks: Maximum number of head chunks, or ``None``.
         plan: Kind of the plan, or ``None``.
@@ -256,6 +267,7 @@ def prepare(
             scale=scale,
             dropout_p=dropout_p,
             seed=None,
+            scores=scores,
             head_parallel=head_parallel,
             num_chunks=num_chunks,
             plan=plan,
@@ -281,7 +293,13 @@ class PreparedAttention:
 
     @uncompiled
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, seed: int | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        seed: int | None = None,
+        scores: Scores | None = None,
     ) -> Tensor | AttentionOutput:
         """Compute attention; every rank of the group calls this.
 
@@ -291,6 +309,7 @@ class PreparedAttention:
             key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
             value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
             seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
+            scores: Sinks, if the call was prepared with sinks.
 
         Returns:
             What :func:`attention` returns.
@@ -303,7 +322,9 @@ class PreparedAttention:
         with errors_shared(group):
             (query, key, value), mesh = to_local(query, key, value)
             scale, dropout_p = values["scale"], values["dropout_p"]
-            problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+            problem = check_problem(
+                query, key, value, scale=scale, dropout_p=dropout_p, seed=seed, scores=scores
+            )
             found = _of_tensors(query, problem)
             for name in _FIXED:
                 if found[name] != values[name]:
@@ -317,7 +338,10 @@ class PreparedAttention:
         return _to_result(answer, like, mesh, values["return_lse"])
 
 
-_FIXED = "batch", "num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "device"
+_FIXED = (
+    *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
+    *("dtype", "device", "has_sinks"),
+)
 """Values of a call's tensors that are the same in all calls of a :class:`PreparedAttention`."""
 
 
@@ -337,8 +361,8 @@ def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
         "value_dim": value.shape[3],
         "dtype": query.dtype,
         "device": query.device.type,
-        "requires_grad": torch.is_grad_enabled()
-        and (problem.query.requires_grad or key.requires_grad or value.requires_grad),
+        "has_sinks": problem.sinks is not None,
+        "requires_grad": problem.requires_grad,
         "is_captured": is_captured(query.device),
     }
 
@@ -354,6 +378,7 @@ def _check(
     scale: float | None,
     dropout_p: float,
     seed: int | None,
+    scores: Scores | None,
     head_parallel: int | str,
     num_chunks: int | None,
     plan: Kind | str | None,
@@ -367,7 +392,9 @@ def _check(
     Returns:
         The problem of this rank's shards, and the arguments that must be equal on all ranks.
     """
-    problem = check_problem(query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+    problem = check_problem(
+        query, key, value, scale=scale, dropout_p=dropout_p, seed=seed, scores=scores
+    )
     check_backend_name(backend)
     if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
         raise ValueError(f"query must be on a device of the group ({config}), got {query.device}")

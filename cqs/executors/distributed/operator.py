@@ -10,8 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cqs.executors.distributed.agreement import at_place
 from cqs.executors.operators import HOST_TAGS, read_pattern, read_plan
+from cqs.partial import lse_dtype
 from cqs.patterns.handle import new_handle, read_handle
 from cqs.problem import check_problem
+from cqs.problem.scores import Scores
 
 
 class DrawnSeed(int):
@@ -21,6 +23,8 @@ class DrawnSeed(int):
 class Options(NamedTuple):
     """The options of the operator; ``None`` is the default of :func:`cqs.distributed.attention`."""
 
+    sinks: Tensor | None
+    """``[num_heads]``, see :class:`cqs.Scores`."""
     pattern: Tensor | None
     """Handle of the pattern."""
     seed: Tensor | None
@@ -50,11 +54,14 @@ _INCLUDED_KEYS = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED_KEYS = torch._C._dispatch_tls_local_exclude_set()
 
 _SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor? pattern, Tensor? seed, bool is_drawn, "
-    "bool is_causal, float? scale, float dropout_p, str head_parallel, int? num_chunks, str? plan, "
-    "float[]? links, str? backend, bool return_lse, bool verify, str group, bool keeps, int place"
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? pattern, Tensor? seed, "
+    "bool is_drawn, bool is_causal, float? scale, float dropout_p, str head_parallel, "
+    "int? num_chunks, str? plan, float[]? links, str? backend, bool return_lse, bool verify, "
+    "str group, bool keeps, int place"
 )
-_SCHEMA_BACKWARD = "Tensor grad_output, Tensor state, SymInt[] query, SymInt[] key, SymInt[] value"
+_SCHEMA_BACKWARD = (
+    "Tensor grad_output, Tensor state, Tensor? sinks, SymInt[] query, SymInt[] key, SymInt[] value"
+)
 
 
 def define_operator(attend: Callable[..., Any]) -> Any:
@@ -71,8 +78,9 @@ def define_operator(attend: Callable[..., Any]) -> Any:
     """
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
-        chosen = Options(*options)
-        tensors = [each.detach().requires_grad_(chosen.keeps) for each in (query, key, value)]
+        chosen, given = Options(*options), [query, key, value]
+        given += [] if chosen.sinks is None else [chosen.sinks]
+        tensors = [each.detach().requires_grad_(chosen.keeps) for each in given]
         # A compiled graph may reuse the memory of these tensors, and of the results.
         borrowed, kept = set(map(_memory_of, tensors)), set()
 
@@ -86,10 +94,11 @@ def define_operator(attend: Callable[..., Any]) -> Any:
             saved_tensors_hooks(keep, lambda saved: saved),
             at_place(chosen.place),
         ):
-            found = attend(*tensors, **_arguments(chosen))
+            scores = Scores(*tensors[3:])
+            found = attend(*tensors[:3], scores=scores, **_arguments(chosen))
         output, lse = found if chosen.return_lse else (found, None)
         if lse is None:
-            lse = output.new_zeros(output.shape[:3], dtype=_answer_of(*tensors).lse.dtype)
+            lse = output.new_zeros(output.shape[:3], dtype=lse_dtype(output.dtype))
         state = torch.zeros(1, dtype=torch.float64)
         if chosen.keeps:
             state = torch.from_numpy(new_handle((tensors, output)))
@@ -103,31 +112,40 @@ def define_operator(attend: Callable[..., Any]) -> Any:
         state = torch.empty(1, dtype=torch.float64, device="cpu")
         return *_answer_of(query, key, value), state
 
-    def backward(grad_output: Tensor, state: Tensor, *shapes: list[int]) -> tuple[Tensor, ...]:
+    def backward(
+        grad_output: Tensor, state: Tensor, sinks: Tensor | None, *shapes: list[int]
+    ) -> tuple[Tensor, ...]:
         tensors, output = read_handle(state.numpy())
         gradients = torch.autograd.grad(output, tensors, grad_output, retain_graph=True)
+        if sinks is None:
+            gradients = *gradients, grad_output.new_empty(0)
         return tuple(map(Tensor.contiguous, gradients))
 
-    def check_backward(grad_output: Tensor, state: Tensor, *shapes: Any) -> tuple[Tensor, ...]:
-        return tuple(map(grad_output.new_empty, shapes))
+    def check_backward(
+        grad_output: Tensor, state: Tensor, sinks: Tensor | None, *shapes: Any
+    ) -> tuple[Tensor, ...]:
+        of_sinks = grad_output.new_empty(0) if sinks is None else torch.empty_like(sinks)
+        return *map(grad_output.new_empty, shapes), of_sinks
 
     define: Any = torch.library.custom_op
     tags: dict[str, Any] = {"mutates_args": (), "tags": HOST_TAGS}
     schema = f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     operator = define("cqs::sharded_attention", forward, schema=schema, **tags)
-    schema = f"({_SCHEMA_BACKWARD}) -> (Tensor, Tensor, Tensor)"
+    schema = f"({_SCHEMA_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor)"
     differentiate = define("cqs::sharded_attention_backward", backward, schema=schema, **tags)
     operator.register_fake(check)
     differentiate.register_fake(check_backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(output[2])
+        ctx.save_for_backward(output[2], inputs[3])
         ctx.mark_non_differentiable(*output[1:])
         ctx.shapes = [each.shape for each in inputs[:3]]
 
     def differentiate_saved(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
-        gradients = differentiate(grad_output, *ctx.saved_tensors, *ctx.shapes)
-        return *gradients, *[None] * len(Options._fields)
+        state, sinks = ctx.saved_tensors
+        *gradients, of_sinks = differentiate(grad_output, state, sinks, *ctx.shapes)
+        of_sinks = None if sinks is None else of_sinks
+        return *gradients, of_sinks, *[None] * (len(Options._fields) - 1)
 
     operator.register_autograd(differentiate_saved, setup_context=save)
     return operator
@@ -136,8 +154,8 @@ def define_operator(attend: Callable[..., Any]) -> Any:
 def _arguments(chosen: Options) -> dict[str, Any]:
     """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
     arguments = chosen._asdict()
-    names = "is_drawn", "keeps", "place", "seed"
-    is_drawn, _, _, seed = map(arguments.pop, names)
+    names = "is_drawn", "keeps", "place", "sinks", "seed"
+    is_drawn, *_, seed = map(arguments.pop, names)
     if seed is not None:
         arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)
     if chosen.pattern is not None:

@@ -134,7 +134,7 @@ class PreparedCalls:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
         keep, verify = values["requires_grad"], values["verify"]
-        with_lse = values["return_lse"] or verify
+        with_lse = values["return_lse"] or verify or (keep and problem.sinks is not None)
         problem = placement.bind(problem, shards.seed)
 
         def attend(part: Problem) -> Attended:

@@ -22,6 +22,7 @@ from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Pass, Transfer, Transport
 from cqs.partial import Gradients, Partial, lse_dtype, merge_rows
 from cqs.problem import Problem
+from cqs.problem.scores import add_sinks
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
@@ -74,7 +75,10 @@ class RankTask:
             heads = [chunk.heads for chunk in layout.chunks]
             incoming = exchange.send_out(on_stream, shards, heads, layout.routes)
             tasks = [
-                ChunkTask(layout, each, self._worker_of(each), shards) for each in layout.chunks
+                ChunkTask(
+                    layout, each, self._worker_of(each), shards, sinks=self._sinks_of(problem, each)
+                )
+                for each in layout.chunks
             ]
             returning: list[Transfer] = []
             for i, (task, transfer) in enumerate(zip(tasks, incoming, strict=True)):
@@ -93,6 +97,11 @@ class RankTask:
             for i, task in enumerate(tasks):
                 with on_stream(i):
                     task.merge(answer, returning[i].wait())
+        if problem.sinks is not None and layout.is_final:  # computed with sinks, where with keys
+            of_rows = problem.sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
+            torch.maximum(answer.lse, of_rows, out=answer.lse)
+        elif problem.sinks is not None:
+            add_sinks(answer, problem.sinks)
         if keep and not layout.is_final:
             kept += answer
         shapes = [tensor.shape for tensor in shards]
@@ -139,6 +148,13 @@ class RankTask:
                     _add_up(gradients, transfer.wait(), layout, layout.chunks[i])
         return gradients
 
+    def _sinks_of(self, problem: Problem, chunk: HeadChunk) -> Tensor | None:
+        """Return the sinks of the heads that this rank computes, if its results are final."""
+        if problem.sinks is None or not self.layout.is_final:
+            return None
+        heads = chunk.query_heads[self.layout.rank]
+        return problem.sinks[heads.start : heads.stop]
+
     def _worker_of(self, chunk: HeadChunk) -> Worker:
         if self.worker.dropout is None:
             return self.worker
@@ -160,6 +176,8 @@ class ChunkTask:
     """This rank's query, key and value, all heads, in a forward pass."""
     held: Sequence[Tensor] = ()
     """Query, key and value of the heads of the chunk that this rank has received."""
+    sinks: Tensor | None = None
+    """Sinks of the heads that this rank computes, if its results are final."""
     own: Partial | None = None
     """Partial output of ``own_steps``, if any."""
     home: tuple[Partial, slice] | None = None
@@ -218,13 +236,15 @@ class ChunkTask:
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
         key, value = self._held_keys(steps)
-        self.home = self.worker.run_together(steps, query, key, value, into=into), rows
+        found = self.worker.run_together(steps, query, key, value, into=into)
+        self.home = add_sinks(found, self.sinks), rows
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
         query = HeldTokens.packed(self.held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
         self.worker.run_steps(steps, query, *self._held_keys(steps), into=results)
+        add_sinks(results, self.sinks)
 
     def compute_gradients(self, *of_queries: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the held tokens, in the dtype of the query.

@@ -23,6 +23,7 @@ from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
+from cqs.problem.scores import Scores
 from cqs.scheduler import Kind, Plan
 from cqs.worker.backends import check_backend_name
 
@@ -153,6 +154,7 @@ class Cluster:
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
+        scores: Scores | None = None,
         num_tasks: int | None = None,
         head_parallel: int | str = "auto",
         plan: Kind | str | None = None,
@@ -213,7 +215,12 @@ class Cluster:
             VerificationError: ``verify`` found a row that deviates by more than its bound.
         """
         options = ProblemOptions(
-            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            scores=scores,
         )
         if isinstance(query, Sharded):
             if not (key is value is num_tasks is None and progress is False):
@@ -328,6 +335,7 @@ class Cluster:
         scale: float | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
+        scores: Scores | None = None,
         num_tasks: int | None = None,
         plan: Kind | str | None = None,
         backend: str | None = None,
@@ -350,11 +358,18 @@ class Cluster:
         """
         self._dispatcher.check_open()
         options = ProblemOptions(
-            is_causal=is_causal, pattern=pattern, scale=scale, dropout_p=dropout_p, seed=seed
+            is_causal=is_causal,
+            pattern=pattern,
+            scale=scale,
+            dropout_p=dropout_p,
+            seed=seed,
+            scores=scores,
         )
         problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
+        if problem.sinks is not None:
+            _check_needs_no_gradient("scores.sinks", problem.sinks)
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
         hooks = {"backend": backend, "verify": verify, "progress": progress}
         compute = self._bind(executor, problem, num_tasks, plan, cancelled=cancelled, **hooks)

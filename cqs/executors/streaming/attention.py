@@ -20,6 +20,7 @@ from cqs.executors.streaming.sources import InFile, Source, as_source, as_target
 from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
+from cqs.problem.scores import Scores
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import choose_backend
 
@@ -42,6 +43,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | None = None,
+    scores: Scores | None = None,
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
@@ -76,6 +78,7 @@ def attention(
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
+        scores: Sinks, on the CPU; see :class:`cqs.Scores`.
         backend: Name of the kernels, as in :func:`cqs.attention`.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
@@ -114,9 +117,10 @@ def attention(
         scale=scale,
         dropout_p=dropout_p,
         seed=seed,
+        scores=scores,
     )
     checked = problem.query, problem.key, problem.value
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in checked)
+    needs_grad = problem.requires_grad
     if needs_grad and any(isinstance(source, Source) for source in sources):
         raise ValueError(
             "query, key and value must all be in memory if one requires gradients: load the "
@@ -220,6 +224,7 @@ def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> 
         "pattern": repr(problem.pattern),
         "scale": problem.scale,
         "dropout": repr(problem.dropout),
+        **({} if problem.sinks is None else {"sinks": problem.sinks.tolist()}),
         "inputs": executor.fingerprints,
         "output": [str(target.path.resolve()), target.offset],
     }

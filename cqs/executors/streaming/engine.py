@@ -15,6 +15,7 @@ from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.problem import Problem
+from cqs.problem.scores import add_sinks
 from cqs.worker import HeldTokens, Worker
 
 _COPIES = {"cpu": DeviceCopies, "cuda": GpuCopies}
@@ -64,7 +65,8 @@ def stream(
         held, streamed = plan.sides(queries, [problem.key, problem.value])
         blocks = _InputBuffers(transfers, plan, held, of_keys=plan.holds_keys)
         chunks = _InputBuffers(transfers, plan, streamed, of_keys=not plan.holds_keys)
-        compute = _attend if plan.which == Pass.FORWARD else _differentiate
+        sinks = None if problem.sinks is None else problem.sinks.to(device)
+        compute = partial(_attend, sinks) if plan.which == Pass.FORWARD else _differentiate
         downloading: list[Callable[[], None]] = []
 
         def finish_download() -> None:
@@ -94,7 +96,13 @@ def stream(
         finish_download()
 
 
-def _attend(plan: StreamPlan, block: HeldBlock, held: Sequence[Tensor], chunks: Chunks) -> Partial:
+def _attend(
+    sinks: Tensor | None,
+    plan: StreamPlan,
+    block: HeldBlock,
+    held: Sequence[Tensor],
+    chunks: Chunks,
+) -> Partial:
     """Compute output and LSE of a block of queries, in memory of their own, from its chunks."""
     (query,) = held
     shape, sums = query.shape[:3], lse_dtype(query.dtype)
@@ -111,6 +119,8 @@ def _attend(plan: StreamPlan, block: HeldBlock, held: Sequence[Tensor], chunks: 
     if answer is None:
         lse = query.new_full(shape, -torch.inf, dtype=sums)
         answer = Partial(query.new_zeros(output_shape), lse)
+    if sinks is not None:
+        add_sinks(answer, sinks[block.heads.start : block.heads.stop])
     return answer._replace(output=answer.output.to(query.dtype))
 
 

@@ -16,6 +16,7 @@ from cqs.executors.ray.tasks.run import Run
 from cqs.executors.shortage import choose_num_tasks
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.problem.scores import add_sinks
 
 _LOGGER = logging.getLogger("cqs")
 
@@ -52,7 +53,7 @@ class TaskExecutor:
         answer = into or part.problem.empty_answer()
         job = Job.forward(part.problem, part.plan, answer)
         self._compute(job, part.backend, hooks)
-        return answer
+        return add_sinks(answer, part.problem.sinks)
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
