@@ -37,6 +37,14 @@ _ADVICE = {
         "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "
         "all documents in one batch element"
     ),
+    (
+        "seqused_q",
+        "seqused_k",
+        "q_lengths",
+        "kv_lengths",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+    ): ("pass pattern=cqs.patterns.padded(q_lengths, kv_lengths) to cqs.attention"),
     ("max_seqlen_q", "max_seqlen_k"): "leave it out: cumulative lengths suffice",
     ("return_aux", "return_softmax_lse", "return_attn_probs", "need_weights"): (
         "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"

@@ -15,7 +15,7 @@ import torch
 import cqs
 import cqs.distributed
 import cqs.streaming
-from cqs.patterns import causal, per_head, sliding_window
+from cqs.patterns import causal, padded, per_head, sliding_window
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- table of tests/option_table.py -->\n", "<!-- end of table -->\n"
@@ -34,6 +34,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "is_causal": {"is_causal": True},
     "pattern": {"pattern": sliding_window(9, 0)},
     "pattern, one per head": {"pattern": per_head([[sliding_window(9, 0), causal()]])},
+    "pattern, of a padded batch": {"pattern": padded([30], [25]) & causal()},
     "scale": {"scale": 0.3},
     "dropout_p": {"dropout_p": 0.2, "seed": 3},
     "seed": {"dropout_p": 0.2, "seed": 3},

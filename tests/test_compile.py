@@ -337,16 +337,19 @@ OPTIONS = (True, None, 0.3, 7, "rows", None, False, False)
 
 
 @pytest.mark.parametrize("batches", [(2, 2, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["pattern", "dense"])
-def test_operators_pass_opcheck(is_dense, batches):
+def test_operators_pass_opcheck(is_dense, has_sinks, batches):
     from cqs.executors import local_operator as local
 
     attend = local.dense_attention if is_dense else local.attention
-    where = (None, None) if is_dense else (HANDLE, SEED)
-    options = (True, None, 0.0, *OPTIONS[3:]) if is_dense else OPTIONS
     tensors = operands(dtype=torch.float64, batches=batches)
+    sinks = torch.randn(tensors[0].shape[1], requires_grad=True) if has_sinks else None
+    where = (sinks, None, None) if is_dense else (sinks, HANDLE, SEED)
+    options = (True, None, 0.0, *OPTIONS[3:]) if is_dense else OPTIONS
     opcheck(attend, (*tensors, *where, *options))
     tensors = [each.detach() for each in tensors]
+    where = (None if sinks is None else sinks.detach(), *where[1:])
     output, lse = attend(*tensors, *where, *options)
     backward = (
         torch.ops.cqs.dense_attention_backward if is_dense else torch.ops.cqs.attention_backward
@@ -358,6 +361,7 @@ def test_operators_pass_opcheck(is_dense, batches):
     ("name", "arguments"),
     [
         ("documents", (torch.tensor([0, 4, 9]),)),
+        ("padded", (torch.tensor([4, 9]), torch.tensor([2, 0]))),
         ("from_mask", (MASK,)),
         ("combine", ("&", HANDLE, HANDLE)),
         ("numbered", ("sliding_window", "right", "[{}, None]", [3])),

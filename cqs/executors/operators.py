@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cqs import patterns
 from cqs.partial import Gradients
-from cqs.patterns import Pattern, documents, from_mask
+from cqs.patterns import Pattern, documents, from_mask, padded
 from cqs.patterns.handle import new_handle, read_handle
 from cqs.patterns.pattern import InGraph, combine
 from cqs.problem import check_is_pattern
@@ -132,6 +132,11 @@ def _documents(
     return new_handle_tensor(documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal))
 
 
+@torch.library.custom_op("cqs::padded", mutates_args=(), tags=HOST_TAGS)
+def _padded(lengths: Tensor, lengths_kv: Tensor | None = None) -> Tensor:
+    return new_handle_tensor(padded(lengths, lengths_kv))
+
+
 @torch.library.custom_op("cqs::from_mask", mutates_args=(), tags=HOST_TAGS)
 def _from_mask(mask: Tensor) -> Tensor:
     return new_handle_tensor(from_mask(mask))
@@ -158,7 +163,7 @@ def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tenso
     return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))
 
 
-for _maker in (_documents, _from_mask, _combine, _numbered):
+for _maker in (_documents, _padded, _from_mask, _combine, _numbered):
     _maker.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
 
 

@@ -12,6 +12,7 @@ from cqs.patterns.positions import (
     fixed,
     global_tokens,
     longformer,
+    padded,
     sliding_window,
     strided,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "from_mask",
     "global_tokens",
     "longformer",
+    "padded",
     "per_head",
     "sliding_window",
     "strided",

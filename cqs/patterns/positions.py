@@ -11,7 +11,7 @@ from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs
+from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
 
 _MOST = 2**20
@@ -253,6 +253,40 @@ def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = T
             f"got {len(ends_kv)}"
         )
     return _Documents(ends, ends_kv, as_bool("is_causal", is_causal))
+
+
+@made_in_graphs("padded")
+def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
+    """Return the pattern of a padded batch: element b has only its first ``lengths[b]`` tokens.
+
+    All other queries and keys are masked out. With ``& causal()``, or ``is_causal=True`` of
+    :func:`cqs.attention`, positions are aligned at the end of each element: its last query sees all
+    its keys.
+
+    Args:
+        lengths: Number of queries of every batch element, ``[batch]``: integers, as a sequence,
+            array or tensor.
+        lengths_kv: Number of keys of every batch element, ``[batch]``; ``None`` means ``lengths``.
+
+    Raises:
+        TypeError: A length is not an integer.
+        ValueError: A length is negative, there is none, or the two numbers of lengths differ.
+
+    Example:
+        >>> padded([2, 1]).head(1, 0).to_mask(3, 3).astype(int).tolist()
+        [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    """
+    numbers = [as_integer("lengths", each, 0) for each in as_list("lengths", lengths)]
+    numbers_kv = numbers
+    if lengths_kv is not None:
+        numbers_kv = [as_integer("lengths_kv", n, 0) for n in as_list("lengths_kv", lengths_kv)]
+    if len(numbers_kv) != len(numbers) or not numbers:
+        raise ValueError(
+            "lengths and lengths_kv must be of the same batch elements, at least 1, "
+            f"got {len(numbers)} and {len(numbers_kv)}"
+        )
+    pairs = zip(numbers, numbers_kv, strict=True)
+    return per_head([[_Documents((0, n), (0, n_kv), False)] for n, n_kv in pairs])
 
 
 def _cumulative(name: str, lengths: Any) -> tuple[int, ...]:

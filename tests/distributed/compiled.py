@@ -106,12 +106,14 @@ def check_operator(group):
     options = (True, True, 0.3, "1", None, "rows", [1e9, 1e-5], None, True, False)
     tensors = operands(9)
     where = (handle, seed, False, *options, group.group_name)
-    opcheck(_operator, (*tensors, *where, True, 1))
-    opcheck(_operator, (*(each.detach() for each in tensors), *where, False, 0))
-    output, _, state = _operator(*tensors, *where, True, 1)
     shapes = [list(each.shape) for each in tensors]
     backward = torch.ops.cqs.sharded_attention_backward.default
-    opcheck(backward, (output.detach(), state, *shapes))
+    opcheck(_operator, (*(each.detach() for each in tensors), None, *where, False, 0))
+    for sinks in (None, torch.zeros(tensors[0].shape[1], requires_grad=True)):
+        opcheck(_operator, (*tensors, sinks, *where, True, 1))
+        output, _, state = _operator(*tensors, sinks, *where, True, 1)
+        of_sinks = None if sinks is None else sinks.detach()
+        opcheck(backward, (output.detach(), state, of_sinks, *shapes))
 
 
 def complain_about_order(group):

@@ -17,6 +17,7 @@ from cqs.patterns import (
     from_mask,
     global_tokens,
     longformer,
+    padded,
     per_head,
     sliding_window,
 )
@@ -76,8 +77,62 @@ def longformer_window(left, right):
 def test_arrays_and_numbers_name_the_same_tokens():
     assert global_tokens(np.array([1, 0])) == global_tokens(2) == global_tokens(range(2))
     assert global_tokens(np.int64(2)) == global_tokens(2)
+    assert padded(np.array([4, 0]), torch.tensor([5, 1])) == padded([4, 0], (5, 1))
     ends = np.array([0, 3, 9], dtype=np.int32)
     assert documents(ends) == documents([0, 3, 9])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_elements_of_a_padded_batch_are_problems_of_their_own(is_causal):
+    q, k, v = (
+        torch.randn(4, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (9, 12, 12)
+    )
+    lengths, lengths_kv = [9, 4, 0, 4], [12, 0, 3, 7]
+    options = {"is_causal": is_causal, "return_lse": True}
+    output, lse = cqs.attention(
+        q, k, v, pattern=padded(lengths, lengths_kv), num_tasks=3, **options
+    )
+    padding = torch.arange(9) >= torch.tensor(lengths).unsqueeze(1)
+    assert (output.transpose(1, 2)[padding] == 0).all()
+    assert (lse.transpose(1, 2)[padding] == -torch.inf).all()
+    for b, (n, n_kv) in enumerate(zip(lengths, lengths_kv, strict=True)):
+        parts = [t[b : b + 1, :, :m] for t, m in ((q, n), (k, n_kv), (v, n_kv))]
+        expected, expected_lse = cqs.attention(*parts, **options)
+        torch.testing.assert_close(output[b : b + 1, :, :n], expected)
+        torch.testing.assert_close(lse[b : b + 1, :, :n], expected_lse)
+        found, exact = (
+            torch.autograd.grad(o.square().sum(), (q, k, v), retain_graph=True)
+            for o in (output[b], expected)
+        )
+        torch.testing.assert_close(found, exact)
+
+
+def test_lengths_of_a_padded_batch_are_checked():
+    assert padded([3, 3]) == padded([3, 3], [3, 3])
+    with pytest.raises(ValueError, match="of the same batch elements, at least 1, got 2 and 1"):
+        padded([3, 3], [3])
+    with pytest.raises(ValueError, match="lengths must be at least 0, got -1"):
+        padded([-1])
+    with pytest.raises(TypeError, match="lengths_kv must be an integer, got 1.5"):
+        padded([1], [1.5])
+    with pytest.raises(ValueError, match="at least 1, got 0 and 0"):
+        padded([])
+    q = torch.randn(3, 1, 5, 4)
+    with pytest.raises(ValueError, match="batch must be 2 with pattern"):
+        cqs.attention(q, q, q, pattern=padded([1, 2]))
+    with pytest.raises(ValueError, match="must be those of 5 queries and 5 keys"):
+        cqs.attention(q, q, q, pattern=padded([1, 6, 2]))
+
+
+def test_a_graph_takes_other_lengths_in_each_run():
+    def attend(q, lengths, lengths_kv):
+        return cqs.attention(q, q, q, pattern=padded(lengths, lengths_kv) & causal())
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q = torch.randn(3, 1, 9, 4)
+    for lengths in ([9, 4, 0], [1, 2, 3]):
+        given = torch.tensor(lengths), torch.tensor(lengths[::-1])
+        assert torch.equal(compiled(q, *given), attend(q, *given))
 
 
 def mask_of_documents(ends, ends_kv, shape, is_causal):
