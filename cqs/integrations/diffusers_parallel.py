@@ -191,6 +191,11 @@ class _Shard(context_parallel.ContextParallelSplitHook):
                 given[name] = [*map(self._prepare_cp_input, whole, spec)]
         return (), given
 
+    def post_forward(self, module: Any, output: Any) -> Any:
+        if any(getattr(spec, "split_output", False) for spec in self.metadata.values()):
+            return super().post_forward(module, output)
+        return output  # the base class rejects output objects of models
+
     def _mask_of_padding(self, given: Mapping[str, Any], spec: Mask) -> Tensor | None:
         """Return a mask ``[batch, seqlen]`` without the padding, or ``None`` if there is none."""
         part = spec.parts[0]

@@ -231,7 +231,7 @@ def passes(model, inputs):
         for name in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")
         for each in as_list(inputs.get(name, []))
     ]
-    outputs = as_list(model(**inputs, return_dict=False)[0])
+    outputs = as_list(model(**{"return_dict": False} | inputs)[0])
     weights = torch.manual_seed(2)
     sum((each * randn(each.shape, generator=weights)).sum() for each in outputs).backward()
     gradients = [each.grad for each in (*leaves, *model.parameters())]

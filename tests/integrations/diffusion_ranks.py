@@ -120,6 +120,8 @@ def _serve(rank, num_ranks, ports, queue):
         size = next(iter(SIZES))
         found["compiled"] = _compiled(size)
         found["checkpointed"] = _checkpointed(size)
+        flux = make_parallel("Flux", SIZES[size][0])
+        found["output object"] = errors_of(flux, "Flux", size, return_dict=True)
         found["complaints"] = _complaints()
     if num_ranks == 3:
         found["without a mask"] = _text_without_a_mask()

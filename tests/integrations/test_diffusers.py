@@ -67,6 +67,10 @@ def test_checkpointed_ranks_equal_one_process(found_on_ranks):
     assert max(found_on_ranks["2"]["checkpointed"]) < 1e-5
 
 
+def test_ranks_return_output_objects(found_on_ranks):
+    assert max(found_on_ranks["2"]["output object"]) < 1e-5
+
+
 def test_text_without_a_mask_may_have_less_tokens_than_ranks(found_on_ranks):
     assert max(found_on_ranks["3"]["without a mask"]) < 1e-5
 
