@@ -1,7 +1,8 @@
 """Denoise a video on several ranks, and compare the result with that of one process.
 
-The model has the architecture of CogVideoX with random weights: 30 heads, and a grid of tokens that
-three ranks do not divide. Every rank passes the whole latents; diffusers shards them.
+The model has the architecture of CogVideoX with random weights, 30 heads and by default 115
+tokens, so three ranks have shards of different lengths. Every rank passes the whole latents, and
+the model shards them.
 
     torchrun --nproc-per-node 3 examples/video_diffusion.py
     torchrun --nproc-per-node 3 examples/video_diffusion.py --height 45 --width 77 --head-dim 64
