@@ -41,10 +41,10 @@ class Encoder(nn.Module):
 
 
 class Embedder:
-    """The actor of Ray Data: it holds the cluster as long as the pipeline runs."""
+    """The actor of Ray Data, which keeps the cluster open while the pipeline runs."""
 
     def __init__(self, num_workers: int) -> None:
-        """Open the cluster on the Ray to which this actor belongs."""
+        """Open the cluster on the Ray cluster that runs this actor."""
         self.encoder = Encoder()
         self.cluster = cqs.Cluster(num_workers=num_workers)
 

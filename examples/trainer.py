@@ -63,7 +63,7 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: "Tensor | int | None" = None,
     ) -> Any:
-        """Return this rank's sum of losses over the number of labels of all ranks.
+        """Return the sum of this rank's losses, divided by the number of labels on all ranks.
 
         The Trainer multiplies it by the number of ranks, because it averages losses over the ranks,
         as DistributedDataParallel averages gradients.
@@ -125,7 +125,7 @@ def make_trainer(directory: Path, *, attention: str = "cqs", **options: Any) -> 
     return ContextParallelTrainer(
         model,
         arguments,
-        # The lengths of documents tell the ranks where documents begin in other shards.
+        # Ranks require the lengths of the documents, which may begin in other shards.
         data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
         train_dataset=make_documents(100, config.vocab_size),
     )
