@@ -208,7 +208,7 @@ def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: A
             return from_mask(visible.expand(-1, -1, seqlen_q, seqlen_kv))
         return masks.of_padding(as_array(of_keys))
     with errors_shared(group):
-        visible = _visible(mask, batch, seqlen_q, seqlen_kv)
+        visible = _visible(mask, batch, seqlen_q, seqlen_kv, is_shard=True)
         of_keys = _of_keys(visible)
         if of_keys is None:
             raise NotImplementedError(
@@ -219,7 +219,9 @@ def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: A
     return masks.of_group(group, everything, as_array(of_keys), 0, is_padded=True).pattern
 
 
-def _visible(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
+def _visible(
+    mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, *, is_shard: bool = False
+) -> Tensor:
     """Return a mask as a boolean tensor, ``[1 or batch, heads, 1 or seqlen_q, seqlen_kv]``."""
     shape = list(mask.shape)
     if mask.ndim == 2 and shape == [batch, seqlen_kv]:
@@ -238,9 +240,10 @@ def _visible(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
         return mask.bool()
     if not mask.is_floating_point():
         raise TypeError(f"attn_mask must be boolean or floating-point, got {mask.dtype}")
-    # Adding a number to all scores of a row does not change its softmax.
-    bias = mask - mask.amax(-1, keepdim=True).clamp(min=torch.finfo(mask.dtype).min)
-    between = bias[(bias < 0) & (bias > _MASKED)]
+    bias = mask
+    if not is_shard:  # adding a number to all scores of a row does not change its softmax
+        bias = mask - mask.amax(-1, keepdim=True).clamp(min=torch.finfo(mask.dtype).min)
+    between = bias[(bias != 0) & ~(bias < _MASKED)]
     if len(between):
         raise NotImplementedError(
             f"attn_mask must be boolean or a bias of 0 and below {_MASKED}, got "

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.utils import logging
-from diffusion_models import FAMILIES, SIZES, make_inputs, make_model, passes
+from diffusion_models import FAMILIES, HEAD_DIM, SIZES, make_inputs, make_model, passes
 from ranks import find_free_port
 
 from cqs.integrations.diffusers import register
@@ -92,6 +93,19 @@ def _complaints():
     return found
 
 
+def _bias_of_padding():
+    """Return the error of a layer whose mask, a bias, masks out all keys of the last rank."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    tensors = torch.randn(3, 2, 7, 3, HEAD_DIM)
+    bias = torch.zeros(2, 1, 1, 7).masked_fill(torch.arange(7) >= 4, -10000.0)
+    config = make_parallel("Flux", 3)._parallel_config
+    own = (each.tensor_split(num_ranks, 1)[rank] for each in tensors)
+    mask = bias.tensor_split(num_ranks, 3)[rank]
+    found = dispatch_attention_fn(*own, attn_mask=mask, backend="cqs", parallel_config=config)
+    expected = dispatch_attention_fn(*tensors, attn_mask=bias, backend="native")
+    return [_error(found, expected.tensor_split(num_ranks, 1)[rank])]
+
+
 def _text_without_a_mask():
     few = "4 heads, 11 tokens, 2 of text"
     model = make_parallel("QwenImage", SIZES[few][0])
@@ -125,6 +139,7 @@ def _serve(rank, num_ranks, ports, queue):
         found["complaints"] = _complaints()
     if num_ranks == 3:
         found["without a mask"] = _text_without_a_mask()
+        found["bias of padding"] = _bias_of_padding()
     dist.destroy_process_group()
     if num_ranks == 3:
         os.environ["MASTER_PORT"] = str(ports[1])

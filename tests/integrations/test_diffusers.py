@@ -75,6 +75,10 @@ def test_text_without_a_mask_may_have_less_tokens_than_ranks(found_on_ranks):
     assert max(found_on_ranks["3"]["without a mask"]) < 1e-5
 
 
+def test_a_bias_may_mask_out_all_keys_of_a_rank(found_on_ranks):
+    assert max(found_on_ranks["3"]["bias of padding"]) < 1e-5
+
+
 def test_masks_that_ranks_do_not_support_are_named(found_on_ranks):
     complaints = found_on_ranks["2"]["complaints"]
     assert complaints.keys() == {"pairs", "heads", "bias", "other lengths", "few tokens"}
@@ -149,6 +153,7 @@ def test_autocast_computes_in_its_dtype():
     ("mask", "error", "got"),
     [
         (torch.full((1, 1, 7, 9), 0.5).triu(), NotImplementedError, "-0.5"),
+        (torch.full((9,), torch.nan), NotImplementedError, "nan"),
         (torch.ones(2, 9, dtype=torch.int64), TypeError, "torch.int64"),
         (torch.ones(2, 8, dtype=torch.bool), ValueError, r"\[2, 8\]"),
         (torch.ones(2, 3, 1, 7, 9, dtype=torch.bool), ValueError, r"\[2, 3, 1, 7, 9\]"),
