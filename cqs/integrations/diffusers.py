@@ -292,10 +292,13 @@ def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
         if isinstance(config, ContextParallelConfig):
             config = ParallelConfig(context_parallel_config=config)
         is_context = getattr(config, "context_parallel_config", None) is not None
-        layers = diffusers_parallel.attention_layers(self)
-        is_cqs = any(_uses_cqs(layer.processor) for layer in layers)
-        if is_context and is_cqs and self._parallel_config is None:
-            diffusers_parallel.enable_parallelism(self, config, cp_plan)
+        layers = [*diffusers_parallel.attention_layers(self)]
+
+        def uses_cqs() -> bool:
+            return any(_uses_cqs(layer.processor) for layer in layers)
+
+        if is_context and uses_cqs() and self._parallel_config is None:
+            diffusers_parallel.enable_parallelism(self, config, cp_plan, uses_cqs)
         else:
             enable(self, config=config, cp_plan=cp_plan)
 

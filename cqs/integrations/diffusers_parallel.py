@@ -66,7 +66,7 @@ def _cogvideox(model: Any) -> Mapping[str, Any]:
 
 def _ltx(model: Any) -> Mapping[str, Any]:
     return {
-        "": {"hidden_states": Input(1, 3)},
+        "": {"hidden_states": Input(1, 3), "timestep": Input(1, 2)},
         "rope": {0: Input(1, 3, split_output=True), 1: Input(1, 3, split_output=True)},
         "transformer_blocks.*.attn2": None,
         "proj_out": Output(1, 3),
@@ -112,7 +112,9 @@ def attention_layers(model: Any) -> Iterator[Any]:
             yield module
 
 
-def enable_parallelism(model: Any, config: Any, plan: Mapping[str, Any] | None) -> None:
+def enable_parallelism(
+    model: Any, config: Any, plan: Mapping[str, Any] | None, uses_cqs: Callable[[], bool]
+) -> None:
     """Shard a model's sequences over ranks, as its method of the same name does.
 
     Lengths need not be multiples of the number of ranks, and the ranks may be processes on CPUs.
@@ -122,6 +124,7 @@ def enable_parallelism(model: Any, config: Any, plan: Mapping[str, Any] | None) 
         config: The ``ParallelConfig`` of diffusers, with context parallelism.
         plan: Inputs to shard and outputs to gather, by the path of their module. A plan of this
             module may also have ``None``: attention below that module stays within a rank.
+        uses_cqs: Returns whether cqs computes the attention of the model.
 
     Raises:
         ValueError: ``plan`` is ``None``, and the model has none.
@@ -150,7 +153,8 @@ def enable_parallelism(model: Any, config: Any, plan: Mapping[str, Any] | None) 
                     layer.processor = copy(layer.processor)  # other layers may share it
                     layer.processor._parallel_config = None
             elif isinstance(spec, dict):
-                _register(module, _Shard(spec, group, shapes), f"cp_input---{path}")
+                hook = _Shard(spec, group, shapes, uses_cqs)
+                _register(module, hook, f"cp_input---{path}")
             else:
                 _register(module, _Gather(spec, group), f"cp_output---{path}")
 
@@ -162,8 +166,15 @@ def _register(module: Any, hook: ModelHook, name: str) -> None:
 class _Shard(context_parallel.ContextParallelSplitHook):
     """Replaces inputs or outputs of a module by this rank's shards."""
 
-    def __init__(self, specs: Mapping[Any, Any], group: Any, shapes: dict[str, torch.Size]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[Any, Any],
+        group: Any,
+        shapes: dict[str, torch.Size],
+        uses_cqs: Callable[[], bool],
+    ) -> None:
         super().__init__(specs, None)
+        self._uses_cqs = uses_cqs
         self._rank, self._num_ranks = dist.get_rank(group), group.size()
         self._shapes = shapes
         """Shapes of the inputs that hooks of the model have sharded, by name."""
@@ -207,6 +218,11 @@ class _Shard(context_parallel.ContextParallelSplitHook):
             super()._prepare_cp_input(whole, spec)  # warns
             return whole
         dim, parts = spec.split_dim, [whole]
+        if whole.shape[dim] % self._num_ranks and not self._uses_cqs():
+            raise ValueError(
+                "the attention backend must be of cqs for lengths that are not multiples of the "
+                f"number of ranks, got length {whole.shape[dim]} on {self._num_ranks} ranks"
+            )
         if isinstance(spec, PaddedInput):
             parts = [_padded(whole, dim, self._num_ranks)]
         if isinstance(spec, Mask):

@@ -90,6 +90,11 @@ def _complaints():
             model(**make_inputs("Flux", sizes), joint_attention_kwargs={"attention_mask": mask})
         except (NotImplementedError, ValueError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+    model.set_attention_backend("native")
+    try:
+        model(**make_inputs("Flux", (1, 1, 3, 2)))
+    except ValueError as error:
+        found["other backend"] = str(error)
     return found
 
 
@@ -104,6 +109,12 @@ def _bias_of_padding():
     found = dispatch_attention_fn(*own, attn_mask=mask, backend="cqs", parallel_config=config)
     expected = dispatch_attention_fn(*tensors, attn_mask=bias, backend="native")
     return [_error(found, expected.tensor_split(num_ranks, 1)[rank])]
+
+
+def _timesteps_of_tokens():
+    few = "4 heads, 11 tokens, 2 of text"
+    model, timesteps = make_parallel("LTX", SIZES[few][0]), 30 * torch.arange(22).view(2, 11)
+    return errors_of(model, "LTX", few, timestep=timesteps)
 
 
 def _text_without_a_mask():
@@ -139,6 +150,7 @@ def _serve(rank, num_ranks, ports, queue):
         found["complaints"] = _complaints()
     if num_ranks == 3:
         found["without a mask"] = _text_without_a_mask()
+        found["timesteps of tokens"] = _timesteps_of_tokens()
         found["bias of padding"] = _bias_of_padding()
     dist.destroy_process_group()
     if num_ranks == 3:

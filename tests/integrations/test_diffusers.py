@@ -75,12 +75,17 @@ def test_text_without_a_mask_may_have_less_tokens_than_ranks(found_on_ranks):
     assert max(found_on_ranks["3"]["without a mask"]) < 1e-5
 
 
+def test_tokens_may_have_timesteps_of_their_own(found_on_ranks):
+    assert max(found_on_ranks["3"]["timesteps of tokens"]) < 1e-5
+
+
 def test_a_bias_may_mask_out_all_keys_of_a_rank(found_on_ranks):
     assert max(found_on_ranks["3"]["bias of padding"]) < 1e-5
 
 
 def test_masks_that_ranks_do_not_support_are_named(found_on_ranks):
     complaints = found_on_ranks["2"]["complaints"]
+    assert "length 3 on 2 ranks" in complaints.pop("other backend")
     assert complaints.keys() == {"pairs", "heads", "bias", "other lengths", "few tokens"}
     assert complaints.pop("few tokens").startswith("ValueError: hidden_states must")
     assert all("attn_mask must" in complaint for complaint in complaints.values())
