@@ -20,7 +20,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from cqs.integrations.transformers import register
 
@@ -68,6 +67,11 @@ class ContextParallelTrainer(Trainer):
         The Trainer multiplies it by the number of ranks, because it averages losses over the ranks,
         as DistributedDataParallel averages gradients.
         """
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise NotImplementedError(
+                "label_smoothing_factor and compute_loss_func are not supported: they would shift "
+                "the labels of a shard"
+            )
         labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)
         # Before sharding, because the last label of a shard is the first token of the next shard.
         whole = inputs | {"shift_labels": labels[:, 1:]}
@@ -131,6 +135,13 @@ def make_trainer(directory: Path, *, attention: str = "cqs", **options: Any) -> 
     )
 
 
+def find_checkpoint(directory: Path) -> str | None:
+    """Return the last complete checkpoint: the Trainer writes the file of its state at the end."""
+    complete = [path.parent for path in directory.glob("checkpoint-*/trainer_state.json")]
+    last = max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return None if last is None else str(last)
+
+
 def main() -> None:
     """Train, from the last checkpoint if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -139,7 +150,7 @@ def main() -> None:
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(asked.directory, max_steps=asked.steps, save_steps=20)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(asked.directory))
+    trainer.train(resume_from_checkpoint=find_checkpoint(asked.directory))
 
 
 if __name__ == "__main__":

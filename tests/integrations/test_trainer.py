@@ -42,3 +42,12 @@ def test_three_ranks_have_the_losses_of_one_process(runs):
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_killed(runs):
     assert_close(losses(runs / "resumed"), losses(runs / "three"))
+
+
+def test_losses_of_shards_that_would_differ_are_rejected(tmp_path):
+    pytest.importorskip("transformers")
+    from examples.trainer import make_trainer
+
+    trainer = make_trainer(tmp_path, max_steps=1, label_smoothing_factor=0.1)
+    with pytest.raises(NotImplementedError, match="label_smoothing_factor"):
+        trainer.train()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ranks import run_as_torchrun
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
-from examples.trainer import make_trainer
+from examples.trainer import find_checkpoint, make_trainer
 
 STEPS = 50
 SAVED = 20
@@ -29,7 +28,7 @@ def _train(attention, directory, is_killed):
     )
     if is_killed:
         trainer.add_callback(Killed())
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(directory))
+    trainer.train(resume_from_checkpoint=find_checkpoint(directory))
     if os.environ["RANK"] == "0":
         trainer.state.save_to_json(directory / "state.json")
 
@@ -44,4 +43,7 @@ if __name__ == "__main__":
     _run(3, "cqs", top / "three")
     _run(3, "cqs", top / "resumed", is_killed=True)
     assert [path.name for path in (top / "resumed").iterdir()] == [f"checkpoint-{SAVED}"]
+    partial = top / "resumed" / f"checkpoint-{2 * SAVED}"  # as if the run was killed while it wrote
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"")
     _run(3, "cqs", top / "resumed")
