@@ -28,7 +28,7 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (NotImplementedError, r" of layer \d+: (\w+) is not supported$", r"\1"),
     (
         ValueError,
-        r"(^| of layer \d+: )mask must be boolean, or 0 and at most -10,000, got ",
+        r"(?:^|of layer \d+: )mask must be boolean, or 0 and at most -10,000, got ",
         "bias",
     ),
 )
@@ -138,7 +138,8 @@ def assert_as_exact_as(
 
     The reference in float64 is exact. Errors are within the tolerance, or their mean is at most
     that of the reference in the dtype of the operands, times 2 in half precision, otherwise 10.
-    PyTorch's tests allow 10 in float32, and of fused kernels in half precision 3 to 180.
+    PyTorch's tests allow 10 in float32, and of fused kernels in half precision 3 to 180. The
+    largest error may be twice as many times that of the reference: the mean hides a wrong row.
 
     Args:
         compute: Function of cqs.
@@ -176,8 +177,12 @@ def assert_tracks(
         error = (got - want).abs()
         if not (error <= atol + rtol * want.abs()).all():
             factor = 2 if got.dtype.itemsize == 2 else 10
-            allowed = factor * (rounded - want).abs().mean()
-            assert error.mean() <= allowed, f"{name}: error {error.mean():.3g} > {allowed:.3g}"
+            of_eager = (rounded - want).abs()
+            for found_error, allowed in (
+                (error.mean(), factor * of_eager.mean()),
+                (error.max(), 2 * factor * of_eager.max()),
+            ):
+                assert found_error <= allowed, f"{name}: error {found_error:.3g} > {allowed:.3g}"
 
 
 def with_gradients(

@@ -5,8 +5,9 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import torch
 
-from .framework import Case, Suite, format_table, judge
+from .framework import Case, Suite, assert_tracks, format_table, judge
 
 SAMPLES = {"onnx_attention": 1, "torch_opinfo": 9, "flex_masks": 20}
 """Module of a suite -> one in so many of its cases is run here."""
@@ -31,6 +32,16 @@ def test_each_case_passes_is_refused_or_fails():
     assert (found.passed, found.refused) == (1, {"softcap": 1})
     assert list(found.failed) == ["wrong", "obscure", "bad argument"] and found.num_cases == 5
     assert "suite" in format_table([found]) and "softcap 1" in format_table([found])
+
+
+def test_a_wrong_row_is_noticed_among_many():
+    exact = torch.randn(1000, 64, generator=torch.manual_seed(0))
+    eager = exact.bfloat16()
+    assert_tracks([eager], [eager], [exact], (0, 0))
+    found = eager.clone()
+    found[7] = 0
+    with pytest.raises(AssertionError, match="output"):
+        assert_tracks([found], [eager], [exact], (0, 0))
 
 
 @pytest.mark.slow

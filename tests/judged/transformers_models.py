@@ -81,9 +81,12 @@ def _check(family: str, name: str, sides: tuple[int, int] | None) -> None:
     if not num_calls:
         raise SkipTest("the model has attention of its own")
     assert found.keys() == expected.keys()
+    largest = max(float(each.abs().max()) for key, each in expected.items() if key != "output")
     for key, want in expected.items():
-        # The tolerance of transformers between its own implementations, in float32.
-        assert_close([found[key]], [want], rtol=1e-4, atol=1e-5)
+        # The tolerance of transformers between its own implementations, in float32. Gradients of
+        # a mean are small, and those of queries and keys a thousand times smaller than others.
+        atol = 1e-5 if key == "output" else 1e-5 * min(largest, 1)
+        assert_close([found[key]], [want], rtol=1e-4, atol=atol)
 
 
 def _make(family: str, name: str, sides: tuple[int, int] | None) -> tuple[Any, dict[str, Any]]:
