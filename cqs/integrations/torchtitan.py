@@ -117,14 +117,24 @@ def convert(
     Raises:
         ValueError: The model has no inner attention that can be replaced. When the model is
             parallelized: ``context_parallel_load_balancer`` is not ``None``.
-        NotImplementedError: When the model is parallelized: ``spmd_backend`` is not supported with
-            context parallelism.
+        NotImplementedError: Layers have different sliding windows, or have one and ``pattern`` is
+            ``None``. When the model is parallelized: ``spmd_backend`` is not supported with context
+            parallelism. When it is called: ``attention_masks`` is given.
     """
     check_backend_name(backend)
     model = copy.deepcopy(spec.model)
     found = [each for kind in _REPLACED for each in model.traverse(kind)]
     if not found:
         raise ValueError(f"spec must have an inner attention, got model {spec.name!r} without one")
+    windows = {
+        getattr(parent, "sliding_window_size", None) or getattr(each, "window_size", (-1, 0))
+        for _, each, parent, _ in found
+    }
+    if len(windows) > 1 or pattern is None and windows != {(-1, 0)}:
+        raise NotImplementedError(
+            f"spec must have the same mask in all layers, and pattern that of a window, got "
+            f"windows {windows} and pattern {pattern}"
+        )
     for _, _, parent, name in found:
         setattr(parent, name, Attention.Config(backend=backend))
     parallelize = partial(
@@ -161,7 +171,12 @@ def _add_pattern(
     group: Any, pattern: Pattern, _: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass the pattern and the documents of the whole sequence as the mask of all layers."""
-    positions = options.get("positions")
+    if options.get("attention_masks") is not None:
+        raise NotImplementedError(
+            f"attention_masks must be None, got {options['attention_masks']!r}: pass a pattern to "
+            "convert"
+        )
+    positions = options.get("positions", args[1] if len(args) > 1 else None)
     if positions is not None:
         if isinstance(positions, DTensor):
             positions = positions.to_local()

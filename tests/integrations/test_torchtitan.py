@@ -52,6 +52,10 @@ def test_what_is_not_supported_raises():
             spec.parallelize_fn(None, parallel_dims=dims, parallelism=ParallelismConfig(**options))
     tensors = [torch.randn(1, 5, 2, 16)] * 3
     attend = Attention.Config().build()
+    from torchtitan.models.muse_glimmer import model_registry as with_windows
+
+    with pytest.raises(NotImplementedError, match=r"windows .*128.*pattern None"):
+        convert(with_windows("debugmodel"))
     with pytest.raises(NotImplementedError, match="out_transform"):
         attend(*tensors, attention_masks=causal(), out_transform=max)
 
@@ -61,7 +65,7 @@ def test_layers_get_the_pattern_within_documents():
     from torchtitan.models.llama3 import model_registry
 
     from cqs.integrations.torchtitan import convert
-    from cqs.patterns import sliding_window
+    from cqs.patterns import causal, sliding_window
 
     spec = dataclasses.replace(
         model_registry("debugmodel"), parallelize_fn=lambda model, **_: model
@@ -79,11 +83,15 @@ def test_layers_get_the_pattern_within_documents():
             lambda _, tensors, options: seen.append((tensors, options)), with_kwargs=True
         )
     positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]])
-    model(torch.arange(12).view(2, 6), positions=positions)
+    tokens = torch.arange(12).view(2, 6)
+    model(tokens, positions=positions)
+    model(tokens, positions)
+    with pytest.raises(NotImplementedError, match="attention_masks"):
+        model(tokens, positions, attention_masks=causal())
     distance = torch.arange(6)[:, None] - torch.arange(6)
     document = (positions == 0).cumsum(1)
     expected = (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance <= 2)
-    assert len(seen) == len(model.layers)
+    assert len(seen) == 2 * len(model.layers)
     for _, options in seen:
         pattern = options["attention_masks"]
         masks = [torch.from_numpy(pattern.head(row, 0).to_mask(6, 6)) for row in range(2)]
