@@ -53,6 +53,13 @@ def test_a_cluster_in_an_async_actor_uses_the_ray_of_the_actor(ray_session):
         time.sleep(0.1)
 
 
+def test_a_cluster_is_not_sent_to_a_task(ray_session):
+    task = ray_session.remote(num_cpus=0)(lambda cluster: None)
+    with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
+        with pytest.raises(TypeError, match="Cluster cannot be sent to another process"):
+            task.remote(cluster)
+
+
 def test_a_worker_with_another_version_is_named(ray_session, monkeypatch):
     monkeypatch.setattr(pool, "__version__", "9.9")
     node = ray_session.get_runtime_context().get_node_id()

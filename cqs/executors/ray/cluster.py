@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -128,6 +128,12 @@ class Cluster:
         state = "closed" if self._pool.closing.is_set() else started
         nodes = len({info.node for info in infos})
         return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Cluster cannot be sent to another process: open one in the task or actor that uses "
+            "it, without an address"
+        )
 
     def close(self) -> None:
         """Stop the workers, cancel pending calls, and shut down a private Ray.

@@ -92,9 +92,9 @@ class RunReport:
         )
 
     def __repr__(self) -> str:
-        workers = len({task.pid for task in self.tasks})
         return (
-            f"<RunReport {self.seconds:.3g} s: {len(self.tasks)} tasks on {workers} workers, "
+            f"<RunReport {self.seconds:.3g} s: {len(self.tasks)} tasks on "
+            f"{len(self.by_process)} workers, "
             f"slowest worker {self.slowest_seconds:.3g} s, overhead {self.overhead:.0%}, "
             f"{self.failures} failures, {self.reruns} reruns>"
         )
