@@ -161,8 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=256, help="tokens of a packed sequence")
-    parser.add_argument("--num-steps", type=int, default=16)
+    parser.add_argument("--num-steps", type=int, default=16, help="at least 5")
     options = parser.parse_args(arguments)
+    if options.num_steps < 5:
+        parser.error(f"--num-steps must be at least 5, got {options.num_steps}")
     settings = {
         "seqlen": options.seqlen,
         "num_steps": options.num_steps,
@@ -181,6 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         found = trainer.fit().metrics
     assert found is not None
+    if not found["resumed_at"]:
+        raise SystemExit("no worker was killed")
     print(f"worker {options.num_workers - 1} was killed in step {settings['killed_at']}")
     print(f"the run resumed at step {found['resumed_at']}")
     print(f"loss after step 0: {found['first']:.6f}, final: {found['loss']:.6f}")

@@ -33,6 +33,11 @@ def test_a_killed_worker_does_not_change_the_final_loss(run_example, monkeypatch
     assert printed[-1] == "the final losses are equal"
 
 
+def test_too_few_steps_to_kill_a_worker_are_rejected(run_example):
+    with pytest.raises(SystemExit):
+        run_example("ray_train.py", "--num-steps", 4)
+
+
 def test_documents_are_embedded_by_a_cluster_that_frees_its_workers(run_example, ray_session):
     before = ray_session.available_resources()["GPU"]
     printed = run_example(
