@@ -139,7 +139,8 @@ def assert_as_exact_as(
     The reference in float64 is exact. Errors are within the tolerance, or their mean is at most
     that of the reference in the dtype of the operands, times 2 in half precision, otherwise 10.
     PyTorch's tests allow 10 in float32, and of fused kernels in half precision 3 to 180. The
-    largest error may be twice as many times that of the reference: the mean hides a wrong row.
+    largest error may be three times as many times that of the reference: the mean hides a wrong
+    row.
 
     Args:
         compute: Function of cqs.
@@ -180,7 +181,7 @@ def assert_tracks(
             of_eager = (rounded - want).abs()
             for found_error, allowed in (
                 (error.mean(), factor * of_eager.mean()),
-                (error.max(), 2 * factor * of_eager.max()),
+                (error.max(), 3 * factor * of_eager.max()),
             ):
                 assert found_error <= allowed, f"{name}: error {found_error:.3g} > {allowed:.3g}"
 
