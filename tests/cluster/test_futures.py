@@ -90,3 +90,8 @@ def test_reprs_say_how_far_a_call_is(cluster, tensors, held):
         failing.result()
     assert "NotImplementedError" in repr(failing)
     assert f"4 workers, {len(cluster.pids)} running on cpu, 1 nodes" in repr(cluster)
+    html = running.report._repr_html_()
+    assert html.count("<tr>") == 2 and "&lt;RunReport" in html and "<td>cpu</td>" in html
+    html = cluster._repr_html_()
+    assert html.count("<tr>") == 1 + len(cluster.pids)
+    assert all(f"<td>{pid}</td>" in html for pid in cluster.pids)
