@@ -18,7 +18,8 @@ from torchtitan.protocols.sharding import LocalMapConfig
 import cqs.distributed
 from cqs.api import attention
 from cqs.integrations.masks import documents_of_group
-from cqs.patterns import Pattern, causal
+from cqs.patterns import Pattern, causal, sliding_window
+from cqs.problem.scores import Scores
 from cqs.worker.backends import check_backend_name
 
 _REPLACED = (
@@ -37,6 +38,8 @@ class Attention(Module):
 
         backend: str | None = None
         """Name of a backend; ``None`` selects one, see :func:`cqs.attention`."""
+        window: tuple[int, int] = (-1, 0)
+        """Numbers of keys before and after the position of a query that it sees, -1 for all."""
 
     _sharding_config: Any
 
@@ -44,7 +47,7 @@ class Attention(Module):
         """Create the module; it has no parameters."""
         super().__init__()
         self.compute: Callable[..., Any] = partial(attention, backend=config.backend)
-        self.backend = config.backend
+        self.backend, self.window = config.backend, config.window
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Compute over the context-parallel mesh, with keys and values as shards."""
@@ -87,13 +90,25 @@ class Attention(Module):
             The output of this rank, ``[batch, rows, num_heads, value_dim]``.
 
         Raises:
-            NotImplementedError: ``score_mod`` or ``out_transform`` is given.
+            NotImplementedError: ``score_mod`` is given, or an ``out_transform`` that does not add
+                the sinks of gpt-oss.
         """
+        scores = None
+        if getattr(asked.get("out_transform"), "__name__", None) == "_apply_sinks":
+            sinks = asked.pop("out_transform").__self__.sinks
+            if isinstance(sinks, DTensor):
+                sinks = sinks.to_local(grad_placements=sinks.placements)
+            scores = Scores(sinks=sinks)
         for name, value in asked.items():
             if value is not None:
                 raise NotImplementedError(f"{name} is not supported, got {value!r}")
+        if self.window != (-1, 0):
+            left, right = (None if number < 0 else number for number in self.window)
+            attention_masks = attention_masks & sliding_window(left, right)
         heads_first = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))
-        output: Tensor = self.compute(*heads_first, pattern=attention_masks, scale=scale)
+        output: Tensor = self.compute(
+            *heads_first, pattern=attention_masks, scale=scale, scores=scores
+        )
         return output.transpose(1, 2)
 
 
@@ -108,35 +123,28 @@ def convert(
     shards are contiguous, and plans balance the work.
 
     Args:
-        spec: The model, such as ``torchtitan.models.llama3.model_registry("8B")``; all its layers
-            must have the same mask.
+        spec: The model, such as ``torchtitan.models.llama3.model_registry("8B")``. The sliding
+            windows of its layers, and sinks as in gpt-oss, are kept.
         pattern: Pattern over the whole sequence, combined with the documents that ``positions``
-            mark; ``None`` means causal.
+            mark and with the window of a layer; ``None`` means causal.
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
 
     Raises:
         ValueError: The model has no inner attention that can be replaced. When the model is
             parallelized: ``context_parallel_load_balancer`` is not ``None``.
-        NotImplementedError: Layers have different sliding windows, or have one and ``pattern`` is
-            ``None``. When the model is parallelized: ``spmd_backend`` is not supported with context
-            parallelism. When it is called: ``attention_masks`` is given.
+        NotImplementedError: When the model is parallelized: ``spmd_backend`` is not supported with
+            context parallelism. When it is called: ``attention_masks`` is given.
     """
     check_backend_name(backend)
     model = copy.deepcopy(spec.model)
     found = [each for kind in _REPLACED for each in model.traverse(kind)]
     if not found:
         raise ValueError(f"spec must have an inner attention, got model {spec.name!r} without one")
-    windows = {
-        getattr(parent, "sliding_window_size", None) or getattr(each, "window_size", (-1, 0))
-        for _, each, parent, _ in found
-    }
-    if len(windows) > 1 or pattern is None and windows != {(-1, 0)}:
-        raise NotImplementedError(
-            f"spec must have the same mask in all layers, and pattern that of a window, got "
-            f"windows {windows} and pattern {pattern}"
-        )
-    for _, _, parent, name in found:
-        setattr(parent, name, Attention.Config(backend=backend))
+    for _, replaced, parent, name in found:
+        window = getattr(replaced, "window_size", (-1, 0))
+        if size := getattr(parent, "sliding_window_size", None):
+            window = size - 1, 0
+        setattr(parent, name, Attention.Config(backend=backend, window=window))
     parallelize = partial(
         _parallelize, spec.parallelize_fn, causal() if pattern is None else pattern
     )

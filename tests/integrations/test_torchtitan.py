@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.pages import ROOT
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
 pytest.importorskip("torchtitan")
 
@@ -52,12 +53,52 @@ def test_what_is_not_supported_raises():
             spec.parallelize_fn(None, parallel_dims=dims, parallelism=ParallelismConfig(**options))
     tensors = [torch.randn(1, 5, 2, 16)] * 3
     attend = Attention.Config().build()
-    from torchtitan.models.muse_glimmer import model_registry as with_windows
-
-    with pytest.raises(NotImplementedError, match=r"windows .*128.*pattern None"):
-        convert(with_windows("debugmodel"))
     with pytest.raises(NotImplementedError, match="out_transform"):
         attend(*tensors, attention_masks=causal(), out_transform=max)
+
+
+def dense_flex_attention(query, key, value, *, block_mask, scale, enable_gqa, **_):
+    """FlexAttention of a block mask, with its LSE, by the definition."""
+    key, value = (
+        each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value)
+    )
+    mask = create_mask(block_mask.mask_mod, len(query), None, query.shape[2], key.shape[2], "cpu")
+    scores = (scale * query @ key.mT).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+def test_gpt_oss_keeps_its_windows_and_sinks(monkeypatch):
+    from torchtitan.models.common.attention import FlexAttention, get_causal_mask_mod
+    from torchtitan.models.gpt_oss import model_registry
+
+    from cqs.integrations.torchtitan import convert
+    from cqs.patterns import causal
+
+    monkeypatch.setattr(FlexAttention, "compiled_flex_attn", dense_flex_attention)
+    spec = model_registry("debugmodel", attn_backend="flex")
+    windows = set()
+    for own, ours in zip(spec.model.layers[:2], convert(spec).model.layers[:2], strict=True):
+        window = own.attention.sliding_window_size
+        windows.add(window)
+        masks = [get_causal_mask_mod()]
+        if window is not None:
+            masks.append(lambda b, h, q, k: q - k < 128)  # noqa: B023
+        block_mask = create_block_mask(and_masks(*masks), 1, None, 300, 300, "cpu")
+        modules = [each.attention.build() for each in (own, ours)]
+        torch.manual_seed(0)
+        for parameter in modules[0].parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        torch.nn.init.normal_(modules[0].sinks)
+        modules[1].load_state_dict(modules[0].state_dict())
+        x, positions, found = torch.randn(1, 300, 256), torch.arange(300)[None], []
+        for module, mask in zip(modules, (block_mask, causal()), strict=True):
+            output = module(x, mask, positions)
+            output.square().mean().backward()
+            found.append([output.detach(), *(each.grad for each in module.parameters())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
+        assert modules[0].sinks.grad.abs().max() > 1e-4
+    assert windows == {None, 128}
 
 
 def test_layers_get_the_pattern_within_documents():
