@@ -52,9 +52,19 @@ def _attention_in_graph(
         return NotImplemented
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    sinks = None if scores is None else scores.sinks
+    sinks, softcap = (None, None) if scores is None else (scores.sinks, scores.softcap)
     handles = sinks, handle_of(pattern), seed_of(dropout_p, seed)
-    options = is_causal, scale, dropout_p, num_tasks, plan_text(plan), backend, verify, progress
+    options = (
+        is_causal,
+        scale,
+        softcap,
+        dropout_p,
+        num_tasks,
+        plan_text(plan),
+        backend,
+        verify,
+        progress,
+    )
     output, lse = operator(query, key, value, *handles, *options)
     return AttentionOutput(output, lse) if return_lse else output
 
@@ -109,7 +119,7 @@ def attention(
             head and positions, independent of tasks, executor and kernels.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
-        scores: Sinks; see :class:`cqs.Scores`.
+        scores: Sinks and soft cap; see :class:`cqs.Scores`.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``

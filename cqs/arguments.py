@@ -31,7 +31,8 @@ _ADVICE = {
     ("window_size", "sliding_window", "local_window_size"): (
         "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
     ),
-    ("score_mod", "softcap", "alibi_slopes"): "call PyTorch's FlexAttention",
+    ("score_mod", "alibi_slopes"): "call PyTorch's FlexAttention",
+    ("softcap",): "pass scores=cqs.Scores(softcap=softcap) to cqs.attention",
     ("sinks", "s_aux", "learnable_sink"): "pass scores=cqs.Scores(sinks=sinks) to cqs.attention",
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (
         "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "

@@ -38,7 +38,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "dropout_p": {"dropout_p": 0.2, "seed": 3},
     "seed": {"dropout_p": 0.2, "seed": 3},
-    "scores": {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0]))},
+    "scores": {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0]), softcap=2.0)},
     "num_tasks": {"num_tasks": 5},
     "plan": {"plan": "rows"},
     "backend": {"backend": "reference"},

@@ -20,10 +20,12 @@ CASE = Case("sinks", 41, 50, num_heads=4, num_kv_heads=2, batch=2)
 
 
 def define(problem, sinks, factors=1.0):
-    """Output and LSE from the definition: a softmax with one more column of scores."""
+    """Output and LSE from the definition: capped scores, a softmax with one more column of them."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
     key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
     scores = problem.scale * problem.query @ key.mT
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if (mask := visible_mask(problem)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
@@ -55,6 +57,15 @@ def options_of(problem):
     return {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
 
 
+def scores_of(problem, sinks):
+    return cqs.Scores(sinks=sinks, softcap=problem.softcap or None)
+
+
+def with_softcap(problem, generator):
+    """The problem with a soft cap, in two of three cases."""
+    return cqs.problem.replace(problem, softcap=generator.choice([0.0, 0.5, 3.0]))
+
+
 def expected(problem, sinks):
     given = [*leaves(problem)]
 
@@ -73,7 +84,9 @@ def assert_equal(found, exact):
 def compute_by(call, problem, **options):
     """Results of a function of cqs."""
     sinks = draw_sinks(problem)
-    given = options_of(problem) | options | {"return_lse": True, "scores": cqs.Scores(sinks=sinks)}
+    given = (
+        options_of(problem) | options | {"return_lse": True, "scores": scores_of(problem, sinks)}
+    )
     return with_gradients(partial(call, **given), leaves(problem), sinks)
 
 
@@ -82,7 +95,7 @@ def compute_by(call, problem, **options):
 def test_random_problems_are_exact(batch):
     generator = random.Random(batch)
     for _ in range(BATCH):
-        problem = random_case(generator).make(torch.float64)
+        problem = with_softcap(random_case(generator).make(torch.float64), generator)
         exact = expected(problem, draw_sinks(problem))
         number = generator.choice([1, 2, 5, 13, 64])
         assert_equal(compute_by(cqs.attention, problem, num_tasks=number, verify=True), exact)
@@ -92,7 +105,7 @@ def test_random_problems_are_exact(batch):
 
 def test_parts_of_a_long_sequence_are_exact():
     case = Case("long", 600, 700, num_heads=4, num_kv_heads=2, head_dim=8, is_causal=True)
-    problem = case.make(torch.float64)
+    problem = cqs.problem.replace(case.make(torch.float64), softcap=2.0)
     stream = partial(cqs.streaming.attention, memory_budget=300_000, device="cpu", verify=True)
     assert_equal(compute_by(stream, problem), expected(problem, draw_sinks(problem)))
 
@@ -169,14 +182,16 @@ def errors_on_rank(group, problems):
     """Largest error of each random problem on this rank."""
     found, rank = [], dist.get_rank(group)
     for case, cuts, options in problems:
-        problem = case.make(torch.float64)
+        problem = with_softcap(case.make(torch.float64), random.Random(str(options)))
         sinks = draw_sinks(problem)
         exact = expected(problem, sinks)
         rows, columns = (slice(*marks[rank : rank + 2]) for marks in cuts)
         parts = rows, columns, columns
         shards = [t[:, :, part].detach() for t, part in zip(leaves(problem), parts, strict=True)]
         shards = [shard.clone().requires_grad_() for shard in shards]
-        given = options_of(problem) | options | {"scores": cqs.Scores(sinks=sinks), "group": group}
+        given = (
+            options_of(problem) | options | {"scores": scores_of(problem, sinks), "group": group}
+        )
         output, lse = cqs.distributed.attention(*shards, return_lse=True, **given)
         generator = torch.Generator().manual_seed(1)
         grad = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64)
@@ -207,6 +222,9 @@ def disagree(group):
     rank = dist.get_rank(group)
     q = torch.randn(1, 2, 5, 4)
     scores = cqs.Scores(sinks=torch.zeros(2)) if rank else None
+    with pytest.raises(ValueError, match="softcap"):
+        capped = cqs.Scores(softcap=1.0 + rank)
+        cqs.distributed.attention(q, q, q, scores=capped, group=group)
     with pytest.raises(ValueError, match="has_sinks"):
         cqs.distributed.attention(q, q, q, scores=scores, group=group)
     prepared = cqs.distributed.prepare(q, q, q, scores=cqs.Scores(torch.zeros(2)), group=group)
@@ -225,7 +243,7 @@ def test_ranks_agree_on_sinks(ranks):
 def test_ray_tasks_are_exact(cluster):
     generator = random.Random(3)
     for _ in range(8):
-        problem = random_case(generator).make(torch.float64)
+        problem = with_softcap(random_case(generator).make(torch.float64), generator)
         exact = expected(problem, draw_sinks(problem))
         assert_equal(compute_by(cluster.attention, problem, num_tasks=5, verify=True), exact)
     problem = CASE.make(torch.float64)
@@ -247,7 +265,7 @@ def test_graphs_and_checkpoints(ranks):
     compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
     assert_equal(compute_by(compiled, problem, num_tasks=3), exact)
     compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
-    problem = cqs.problem.replace(problem, pattern=sliding_window(9, 0))
+    problem = cqs.problem.replace(problem, pattern=sliding_window(9, 0), softcap=2.0)
     exact = expected(problem, draw_sinks(problem))
     assert_equal(compute_by(compiled, problem, dropout_p=0.0), exact)
     again = partial(checkpoint, cqs.attention, use_reentrant=False)
@@ -262,14 +280,24 @@ def graph_on_rank(group):
         compiled = torch.compile(cqs.distributed.attention, fullgraph=True, backend="aot_eager")
         for call in (cqs.distributed.attention, compiled):
             sinks = draw_sinks(problem, dtype)
-            given = {"return_lse": True, "scores": cqs.Scores(sinks=sinks), "group": group}
+            scores = cqs.Scores(sinks=sinks, softcap=2.0)
+            given = {"return_lse": True, "scores": scores, "group": group}
             results.append(with_gradients(partial(call, **given), leaves(problem), sinks))
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
     return True
 
 
+def test_fused_kernels_refuse_a_soft_cap():
+    q = torch.randn(1, 2, 5, 16)
+    with pytest.raises(NotImplementedError, match="backend 'cpu' does not support a soft cap"):
+        cqs.attention(q, q, q, scores=cqs.Scores(softcap=1.0), backend="cpu")
+
+
 BAD = [
+    (cqs.Scores(softcap=0), ValueError, r"scores\.softcap must be positive and finite, got 0"),
+    (cqs.Scores(softcap=torch.inf), ValueError, "must be positive and finite, got inf"),
+    (cqs.Scores(softcap="1"), TypeError, r"scores\.softcap must be a number or None, got '1'"),
     (torch.zeros(2), TypeError, "scores must be cqs.Scores or None, got Tensor"),
     (cqs.Scores([0.0, 0.0]), TypeError, r"scores\.sinks must be a tensor or None, got list"),
     (cqs.Scores(torch.zeros(2, dtype=int)), TypeError, r"scores\.sinks must be float64, float32"),

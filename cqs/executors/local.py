@@ -129,7 +129,7 @@ def _single_call(
     ):
         return None
     tensors = problem.query, problem.key, problem.value
-    return chosen, Operands(*tensors, work.is_square, problem.scale)
+    return chosen, Operands(*tensors, work.is_square, problem.scale, softcap=problem.softcap)
 
 
 def _together(problem: Problem, plan: Plan) -> tuple[Step, ...]:

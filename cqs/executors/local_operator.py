@@ -31,6 +31,7 @@ class Options(NamedTuple):
     """Random seed of dropout, int64 on the CPU."""
     is_causal: bool
     scale: float | None
+    softcap: float | None
     dropout_p: float
     num_tasks: int | None
     plan: str | None
@@ -50,7 +51,7 @@ class Options(NamedTuple):
             scale=self.scale,
             dropout_p=self.dropout_p,
             seed=None if self.seed is None else int(self.seed),
-            scores=Scores(self.sinks),
+            scores=Scores(self.sinks, self.softcap),
         )
 
     def make_plan(self, part: Problem) -> Plan:
@@ -59,8 +60,8 @@ class Options(NamedTuple):
 
 
 _SCHEMA = (
-    "bool is_causal, float? scale, float dropout_p, int? num_tasks, str? plan, str? backend, "
-    "bool verify, bool progress"
+    "bool is_causal, float? scale, float? softcap, float dropout_p, int? num_tasks, str? plan, "
+    "str? backend, bool verify, bool progress"
 )
 
 
@@ -94,7 +95,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
         scale=1.0 if chosen.scale is None else chosen.scale,  # head_dim may be a symbol
         dropout_p=chosen.dropout_p,
         seed=0,
-        scores=Scores(chosen.sinks),
+        scores=Scores(chosen.sinks, chosen.softcap),
     )
     if chosen.plan is not None:
         check_kind(read_plan(chosen.plan))

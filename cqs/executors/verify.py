@@ -124,6 +124,8 @@ def _verify_head(
     """
     query, output, found_lse, key, value = (tensor.double() for tensor in tensors)
     scores = problem.scale * (query @ key.T)
+    if problem.softcap:
+        scores = problem.softcap * (scores / problem.softcap).tanh()
     masked = scores.masked_fill(~visible, -torch.inf)
     lse, sink = masked.logsumexp(dim=-1), query.new_tensor(0.0)
     if problem.sinks is not None:

@@ -29,7 +29,6 @@ _NOT_HONOURED = (
     "indices",
     "output_attentions",
     "position_bias",
-    "softcap",
 )
 """Arguments of layers, besides a mask, that change the result and are not supported."""
 
@@ -45,16 +44,16 @@ def register(
     """Register cqs as an ``attn_implementation`` of Hugging Face transformers.
 
     It supports models that use transformers' ``AttentionInterface``: causal or non-causal, with
-    GQA, sliding windows, padding, packed sequences, caches, attention sinks and dropout. Masks
-    become patterns. A mask function of transformers becomes a few integers; any other mask becomes
-    a block list. Code of a model that reads or changes the mask gets an ordinary boolean tensor. A
-    query that sees no key, as in padding on the left, has output 0.
+    GQA, sliding windows, padding, packed sequences, caches, attention sinks, soft caps and dropout.
+    Masks become patterns. A mask function of transformers becomes a few integers; any other mask
+    becomes a block list. Code of a model that reads or changes the mask gets an ordinary boolean
+    tensor. A query that sees no key, as in padding on the left, has output 0.
 
     Layers that do not use the interface, such as those of BLOOM, keep their own attention.
     ``set_attn_implementation`` logs transformers' warning about a model without such layers.
 
     Unsupported arguments of a layer raise an error that names the layer when the model is called:
-    capped or biased scores, sparse indices, a paged cache, and attention weights as an output.
+    biased scores, sparse indices, a paged cache, and attention weights as an output.
 
     Args:
         name: Name to register; it replaces an earlier registration of the same name. Several names
@@ -164,7 +163,7 @@ class _Implementation:
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-            scores = None if asked.get("s_aux") is None else Scores(sinks=asked["s_aux"])
+            scores = Scores(sinks=asked.get("s_aux"), softcap=asked.get("softcap"))
             compute = partial(self.compute, scale=scaling, dropout_p=dropout, scores=scores)
             in_graph = _graph_mask_of(attention_mask)
             if isinstance(pattern, masks.Stacked) or in_graph is not None and in_graph.is_stacked:

@@ -314,7 +314,9 @@ class InGraph(Pattern):
     @cached_property
     def made(self) -> Pattern:
         """The pattern that is made."""
-        return self.make(*self.arguments, **self.options).made
+        make = getattr(self.make, "__wrapped__", self.make)  # what would be replaced in a graph
+        pattern: Pattern = make(*self.arguments, **self.options)
+        return pattern.made
 
     @property
     def heads(self) -> tuple[int, int]:  # type: ignore[override]

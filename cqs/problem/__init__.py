@@ -61,6 +61,8 @@ class Problem:
     """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
     sinks: Tensor | None = None
     """A score of each query head without a value, ``[num_heads]``; see :class:`cqs.Scores`."""
+    softcap: float = 0.0
+    """Soft cap of the scores, 0 for none; see :class:`cqs.Scores`."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
@@ -256,8 +258,8 @@ def check_problem(
         raise ValueError(f"scale must be finite, got {scale}")
     has_dropout = seed is not None or type(dropout_p) is not float or dropout_p
     dropout = _check_dropout(dropout_p, seed) if has_dropout else None
-    sinks = None if scores is None else _check_sinks(scores, query)
-    return Problem(query, key, value, is_causal, factor, dropout, pattern, sinks)
+    of_scores = () if scores is None else (_check_sinks(scores, query), _check_softcap(scores))
+    return Problem(query, key, value, is_causal, factor, dropout, pattern, *of_scores)
 
 
 def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
@@ -327,6 +329,16 @@ def _check_sinks(scores: Scores, query: Tensor) -> Tensor | None:
             f"scores.sinks must be on the device of query, {query.device}, got {sinks.device}"
         )
     return sinks
+
+
+def _check_softcap(scores: Scores) -> float:
+    """Return the soft cap of a call, 0 for none, or raise TypeError or ValueError."""
+    if scores.softcap is None:
+        return 0.0
+    softcap = to_float(scores.softcap, "scores.softcap must be a number or None")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"scores.softcap must be positive and finite, got {scores.softcap}")
+    return softcap
 
 
 def _plain_value(name: str, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Options of the scores of attention: sinks."""
+"""Options of the scores of attention: sinks and a soft cap."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cqs.partial import Partial
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How the softmax of an attention call differs from that of the scaled products alone.
+    """How scores and softmax of an attention call differ from the scaled products alone.
 
     Example:
         >>> import cqs, torch
@@ -22,6 +22,10 @@ class Scores:
     """``[num_heads]``, float64, float32, bfloat16 or float16, on the device of the query: a score
     of every query head that each row's softmax includes although no value belongs to it
     (attention sinks of gpt-oss, arXiv 2508.10925). May require gradients."""
+    softcap: float | None = None
+    """Positive number c that replaces each scaled product s by ``c * tanh(s / c)`` (Gemma 2, arXiv
+    2408.00118); ``None`` caps nothing. The backend ``reference`` computes it, which stores the
+    scores of a task and is slow."""
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ class Backend:
     name: str
     """Name of the backend, the value of ``backend=``."""
     supports_dropout = False
+    supports_softcap = False
     supports_patterns = False
     """Whether the backend supports calls with a mask, into which sparse patterns are cut."""
 

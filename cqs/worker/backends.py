@@ -52,6 +52,7 @@ def choose_backend(
     backend: str | None = None,
     dropout: Dropout | None = None,
     pattern: Pattern | BoundPattern | None = None,
+    softcap: float = 0.0,
     best_first: Iterable[str] = BACKENDS,
 ) -> Backend:
     """Return the backend to use for these tensors.
@@ -63,6 +64,7 @@ def choose_backend(
         backend: Name of the only candidate, or None to try ``best_first``.
         dropout: Dropout that the backend must support, or None.
         pattern: Sparse pattern that the backend must support, or None.
+        softcap: Soft cap that the backend must support, or 0.
         best_first: Names of the candidates, in the order of preference.
 
     Raises:
@@ -76,6 +78,8 @@ def choose_backend(
             return "does not support dropout"
         if pattern is not None and not found.supports_patterns:
             return "does not support sparse patterns"
+        if softcap and not found.supports_softcap:
+            return "does not support a soft cap"
         return found.why_not(query, key, value)
 
     if backend is not None:

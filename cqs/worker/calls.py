@@ -236,8 +236,9 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
 
 def _with_options(operands: TaskOperands, call: Call) -> Operands:
     """Return all rows of the operands with the mask and the dropped pairs of one call."""
-    query, key, value, _, scale, dropout, bits = operands
-    of_call = Operands(query, key, value, call.is_causal, scale, call.visible(query.device))
+    query, key, value, _, scale, dropout, bits, softcap = operands
+    visible = call.visible(query.device)
+    of_call = Operands(query, key, value, call.is_causal, scale, visible, softcap=softcap)
     if dropout is None or bits is None:
         return of_call
     queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])

@@ -30,6 +30,8 @@ class TaskOperands(NamedTuple):
     """Dropout of the attention probabilities, or ``None``."""
     dropout_bits: DropoutBits | None = None
     """Random bits of the tensors' rows; required with ``dropout``."""
+    softcap: float = 0.0
+    """Soft cap of the scores, 0 for none."""
 
 
 class Operands(NamedTuple):
@@ -53,6 +55,8 @@ class Operands(NamedTuple):
     all. Dropout does not change the LSE."""
     keep_scale: float = 1.0
     """Factor on the probabilities of the pairs that dropout keeps."""
+    softcap: float = 0.0
+    """Soft cap of the scores, 0 for none."""
 
 
 def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range) -> str | None:

@@ -43,6 +43,8 @@ class Worker:
     """Pattern that masks pairs of the steps, or ``None``."""
     chosen: Backend | None = None
     """What :meth:`choose_backend` has returned, if all steps are to use it."""
+    softcap: float = 0.0
+    """Soft cap of the scores, 0 for none."""
 
     @classmethod
     def of(
@@ -64,8 +66,8 @@ class Worker:
         chosen = None
         if steps is not None:
             tensors = problem.query, problem.key, problem.value
-            chosen = choose_backend(*tensors, *options, _best_first(steps))
-        return cls(problem.scale, *options, chosen)
+            chosen = choose_backend(*tensors, *options, problem.softcap, _best_first(steps))
+        return cls(problem.scale, *options, chosen, problem.softcap)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
@@ -82,7 +84,7 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options. The
                 message gives the reason.
         """
-        options = self.backend, self.dropout, self.pattern
+        options = self.backend, self.dropout, self.pattern, self.softcap
         return choose_backend(query, key, value, *options, _best_first(steps))
 
     def run_steps(
@@ -235,7 +237,7 @@ class Worker:
             bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
         tensors = query.joined(), key.joined(), value.joined()
-        return TaskOperands(*tensors, work, self.scale, dropout, bits)
+        return TaskOperands(*tensors, work, self.scale, dropout, bits, self.softcap)
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
@@ -269,7 +271,8 @@ class Worker:
         if self.dropout is not None:
             kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
             keep_scale = self.dropout.scale
-        operands = Operands(query, key, value, is_causal, self.scale, None, kept, keep_scale)
+        options = None, kept, keep_scale, self.softcap
+        operands = Operands(query, key, value, is_causal, self.scale, *options)
         return backend if key.shape[2] >= backend.least_keys else REFERENCE, operands
 
 

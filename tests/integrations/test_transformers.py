@@ -334,7 +334,7 @@ def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError
 
 
 def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
-    for name in ("softcap", "position_bias", "head_mask", "cache", "indices"):
+    for name in ("position_bias", "head_mask", "cache", "indices"):
         refuse(f"{name} is not supported", **{name: 1.0})
     refuse("output_attentions is not supported", output_attentions=True)
     refuse("sliding_window must be None .* got 3", sliding_window=3)
@@ -349,12 +349,22 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
     refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
 
 
-def test_a_model_that_caps_its_scores_is_refused():
-    arguments = tiny_models.FAMILIES["Llama"][2] | {"head_dim": 8}
-    config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=50.0)
-    model = with_attention(transformers.Gemma2ForCausalLM(config), "cqs")
-    with pytest.raises(NotImplementedError, match="Gemma2Attention of layer 0: softcap is not"):
-        model(tiny_models.token_ids())
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_model_that_caps_its_scores(kind):
+    torch.manual_seed(0)
+    arguments = tiny_models.FAMILIES["Llama"][2] | {"head_dim": 8, "sliding_window": 7}
+    config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=1.0)
+    model, batch = transformers.Gemma2ForCausalLM(config).eval(), BATCHES[kind]()
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(parameter, std=0.3)  # scores beyond the cap
+    expected = passes(with_attention(model, "eager"), **batch)
+    assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected, 1e-5)
+    model.config.attn_logit_softcapping = None
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    uncapped = passes(model, **batch)
+    assert (uncapped["output"] - expected["output"]).abs().max() > 1e-4
 
 
 def test_options_that_do_not_fit_are_refused():

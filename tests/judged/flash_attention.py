@@ -83,7 +83,7 @@ def _check(
         asked["learnable_sink"] = torch.randn(6, dtype=torch.bfloat16, device=device)
         ours["scores"] = cqs.Scores(sinks=asked["learnable_sink"])
     if softcap:
-        ours["softcap"] = softcap
+        ours["scores"] = cqs.Scores(softcap=softcap)
     found = _with_gradients(partial(_by_cqs, ours), operands)
     exact = _with_gradients(lambda *each: reference(*each, **asked)[0], operands)
     plain = partial(reference, upcast=False, reorder_ops=True, **asked)

@@ -90,11 +90,11 @@ def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         past = tensors["past_key"].shape[2]
         key = torch.cat([tensors["past_key"], key], 2)
         value = torch.cat([tensors["past_value"], value], 2)
-    rejected: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if options.get("softcap"):
-        rejected["softcap"] = options["softcap"]
+        given["scores"] = cqs.Scores(softcap=options["softcap"])
     if options["num_outputs"] in (2, 4):  # the last one is scores or weights
-        rejected["need_weights"] = True
+        given["need_weights"] = True
     output = cqs.attention(
         query,
         key,
@@ -102,7 +102,7 @@ def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         pattern=_pattern(tensors, options, past, (query.shape[2], key.shape[2])),
         scale=options.get("scale"),
         num_tasks=NUM_TASKS,
-        **rejected,
+        **given,
     )
     return output.transpose(1, 2).flatten(2) if is_flat else output
 

@@ -23,15 +23,15 @@ def raises(error):
 def test_each_case_passes_is_refused_or_fails():
     cases = [
         Case("right", lambda: None),
-        Case("softcap", raises(TypeError("attention() does not support softcap: call x"))),
+        Case("bias", raises(TypeError("attention() does not support bias: call x"))),
         Case("wrong", raises(AssertionError("0.1 is not 0.2"))),
         Case("obscure", raises(TypeError("unhashable"))),
         Case("bad argument", raises(ValueError("mask must have 2 or 4 dimensions"))),
     ]
     found = judge(Suite("suite", "package 1", cases))
-    assert (found.passed, found.refused) == (1, {"softcap": 1})
+    assert (found.passed, found.refused) == (1, {"bias": 1})
     assert list(found.failed) == ["wrong", "obscure", "bad argument"] and found.num_cases == 5
-    assert "suite" in format_table([found]) and "softcap 1" in format_table([found])
+    assert "suite" in format_table([found]) and "bias 1" in format_table([found])
 
 
 def test_a_wrong_row_is_noticed_among_many():

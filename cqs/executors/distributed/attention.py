@@ -50,7 +50,7 @@ def _attention_in_graph(
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
-    sinks = None if scores is None else scores.sinks
+    sinks, softcap = (None, None) if scores is None else (scores.sinks, scores.softcap)
     output, lse, _ = _operator(
         *shards,
         sinks,
@@ -59,6 +59,7 @@ def _attention_in_graph(
         seed is None,
         is_causal,
         scale,
+        softcap,
         dropout_p,
         str(head_parallel),
         num_chunks,
@@ -125,8 +126,9 @@ def attention(
         dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
-        scores: Sinks, the same on all ranks; see :class:`cqs.Scores`. Their gradient is that of
-            this rank's queries, as with any parameter of which every rank has a copy.
+        scores: Sinks and soft cap, the same on all ranks; see :class:`cqs.Scores`. The gradient of
+            sinks is that of this rank's queries, as with any parameter of which every rank has a
+            copy.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
             each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
             plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
@@ -235,7 +237,7 @@ def prepare(
         pattern: Sparse pattern, or ``None``.
         scale: Factor on the scores, or ``None``.
         dropout_p: Probability that a pair is dropped. The seed is an argument of the call.
-        scores: Sinks like those of later calls, or ``None``; their values are not read.
+        scores: Options of the scores of later calls, or ``None``; values of sinks are not read.
         head_parallel: Head-parallel degree, or ``"auto"``.
         num_chunks: Maximum number of head chunks, or ``None``.
         plan: Kind of the plan, or ``None``.
@@ -309,7 +311,7 @@ class PreparedAttention:
             key: ``[batch, num_kv_heads, rows_kv, head_dim]``.
             value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
             seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
-            scores: Sinks, if the call was prepared with sinks.
+            scores: Options of the scores, as prepared; only the values of sinks may differ.
 
         Returns:
             What :func:`attention` returns.
@@ -340,7 +342,7 @@ class PreparedAttention:
 
 _FIXED = (
     *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    *("dtype", "device", "has_sinks"),
+    *("dtype", "device", "has_sinks", "softcap"),
 )
 """Values of a call's tensors that are the same in all calls of a :class:`PreparedAttention`."""
 
@@ -362,6 +364,7 @@ def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
         "dtype": query.dtype,
         "device": query.device.type,
         "has_sinks": problem.sinks is not None,
+        "softcap": problem.softcap,
         "requires_grad": problem.requires_grad,
         "is_captured": is_captured(query.device),
     }

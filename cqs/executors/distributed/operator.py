@@ -33,6 +33,7 @@ class Options(NamedTuple):
     """Whether the graph has drawn the seed."""
     is_causal: bool
     scale: float | None
+    softcap: float | None
     dropout_p: float
     head_parallel: str
     num_chunks: int | None
@@ -55,9 +56,9 @@ _EXCLUDED_KEYS = torch._C._dispatch_tls_local_exclude_set()
 
 _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? pattern, Tensor? seed, "
-    "bool is_drawn, bool is_causal, float? scale, float dropout_p, str head_parallel, "
-    "int? num_chunks, str? plan, float[]? links, str? backend, bool return_lse, bool verify, "
-    "str group, bool keeps, int place"
+    "bool is_drawn, bool is_causal, float? scale, float? softcap, float dropout_p, "
+    "str head_parallel, int? num_chunks, str? plan, float[]? links, str? backend, "
+    "bool return_lse, bool verify, str group, bool keeps, int place"
 )
 _SCHEMA_BACKWARD = (
     "Tensor grad_output, Tensor state, Tensor? sinks, SymInt[] query, SymInt[] key, SymInt[] value"
@@ -94,7 +95,7 @@ def define_operator(attend: Callable[..., Any]) -> Any:
             saved_tensors_hooks(keep, lambda saved: saved),
             at_place(chosen.place),
         ):
-            scores = Scores(*tensors[3:])
+            scores = Scores(tensors[3] if len(tensors) > 3 else None, chosen.softcap)
             found = attend(*tensors[:3], scores=scores, **_arguments(chosen))
         output, lse = found if chosen.return_lse else (found, None)
         if lse is None:
@@ -154,7 +155,7 @@ def define_operator(attend: Callable[..., Any]) -> Any:
 def _arguments(chosen: Options) -> dict[str, Any]:
     """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
     arguments = chosen._asdict()
-    names = "is_drawn", "keeps", "place", "sinks", "seed"
+    names = "is_drawn", "keeps", "place", "sinks", "softcap", "seed"
     is_drawn, *_, seed = map(arguments.pop, names)
     if seed is not None:
         arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)

@@ -241,7 +241,8 @@ class _Placement:
         )
         pattern = part.pattern
         bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
-        return RankTask(self.transport, layout, Worker(part.scale, values["backend"], None, bound))
+        options = part.scale, values["backend"], None, bound
+        return RankTask(self.transport, layout, Worker(*options, softcap=part.softcap))
 
 
 def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -> Gradients:

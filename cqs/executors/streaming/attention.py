@@ -78,7 +78,7 @@ def attention(
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
-        scores: Sinks, on the CPU; see :class:`cqs.Scores`.
+        scores: Sinks, on the CPU, and soft cap; see :class:`cqs.Scores`.
         backend: Name of the kernels, as in :func:`cqs.attention`.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
@@ -134,7 +134,7 @@ def attention(
     queries, keys, values = (
         torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked
     )
-    options = backend, problem.dropout, problem.pattern
+    options = backend, problem.dropout, problem.pattern, problem.softcap
     name = choose_backend(queries, keys, values, *options).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
@@ -225,6 +225,7 @@ def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> 
         "scale": problem.scale,
         "dropout": repr(problem.dropout),
         **({} if problem.sinks is None else {"sinks": problem.sinks.tolist()}),
+        **({"softcap": problem.softcap} if problem.softcap else {}),
         "inputs": executor.fingerprints,
         "output": [str(target.path.resolve()), target.offset],
     }

@@ -350,7 +350,7 @@ def _launch(
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
-    query, key, value, _, _, dropout, dropout_bits = operands
+    query, key, value, _, _, dropout, dropout_bits, _ = operands
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     all_tensors = *described, *tensors
     if tiles.on_hopper:
