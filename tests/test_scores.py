@@ -49,7 +49,7 @@ def with_gradients(compute, tensors, sinks):
     """Output, LSE, and the gradients of a random function of the output."""
     output, lse = compute(*tensors)
     generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     return [output, lse, *torch.autograd.grad(output, (*tensors, sinks), grad)]
 
 
@@ -286,6 +286,28 @@ def graph_on_rank(group):
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
     return True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "triton", "cudnn", "reference"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tasks", [1, 5])
+def test_sinks_on_a_gpu(backend, dtype, num_tasks):
+    case = Case("gpu", 700, 900, num_heads=4, num_kv_heads=2, head_dim=64, is_causal=True)
+    problem = case.make(dtype, "cuda")
+    sinks = draw_sinks(problem, torch.float32).detach().cuda().requires_grad_()
+    options = options_of(problem) | {"return_lse": True, "backend": backend, "num_tasks": num_tasks}
+    scores = cqs.Scores(sinks=sinks, softcap=3.0 if backend == "reference" else None)
+    problem = cqs.problem.replace(problem, softcap=scores.softcap or 0.0)
+    compute = partial(cqs.attention, scores=scores, **options)
+    found = with_gradients(compute, leaves(problem), sinks)
+    tensors = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
+    exact = expected(
+        cqs.problem.replace(problem, **tensors), sinks.detach().double().requires_grad_()
+    )
+    eager = expected(problem, sinks)
+    for got, plain, right in zip(found, eager, exact, strict=True):
+        assert_tracks_exact(got, plain, right, slack=8)
 
 
 def test_fused_kernels_refuse_a_soft_cap():
