@@ -259,12 +259,18 @@ def test_ray_tasks_are_exact(cluster):
     assert_equal(sharded, [output, lse])
 
 
+def compile_whole(attention):
+    def attend(*tensors, **options):
+        return attention(*tensors, **options)
+
+    return torch.compile(attend, fullgraph=True, backend="aot_eager")
+
+
 def test_graphs_and_checkpoints(ranks):
     problem = CASE.make(torch.float64)
     exact = expected(problem, draw_sinks(problem))
-    compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
+    compiled = compile_whole(cqs.attention)
     assert_equal(compute_by(compiled, problem, num_tasks=3), exact)
-    compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
     problem = cqs.problem.replace(problem, pattern=sliding_window(9, 0), softcap=2.0)
     exact = expected(problem, draw_sinks(problem))
     assert_equal(compute_by(compiled, problem, dropout_p=0.0), exact)
@@ -277,7 +283,7 @@ def graph_on_rank(group):
     problem = CASE.make(torch.float64)
     for dtype in (torch.float64, torch.float32):
         results = []
-        compiled = torch.compile(cqs.distributed.attention, fullgraph=True, backend="aot_eager")
+        compiled = compile_whole(cqs.distributed.attention)
         for call in (cqs.distributed.attention, compiled):
             sinks = draw_sinks(problem, dtype)
             scores = cqs.Scores(sinks=sinks, softcap=2.0)

@@ -58,12 +58,14 @@ class LocalExecutor:
                     tiler.add(task.index, worker.run_steps(task.steps, *held))
                     if hooks.progress:
                         hooks.advance(problem, task.live_pairs)
-                return add_sinks(tiler.finish(), problem.sinks)
+                answer = tiler.finish()
+                return answer if problem.sinks is None else add_sinks(answer, problem.sinks)
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
         if hooks.progress:
             hooks.advance(problem, plan.live_pairs)
-        add_sinks(partial, problem.sinks)
+        if problem.sinks is not None:
+            add_sinks(partial, problem.sinks)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:

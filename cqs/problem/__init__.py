@@ -74,9 +74,11 @@ class Problem:
     @property
     def requires_grad(self) -> bool:
         """Whether autograd records a call."""
-        tensors = self.query, self.key, self.value, self.sinks
-        return torch.is_grad_enabled() and any(
-            each is not None and each.requires_grad for each in tensors
+        return torch.is_grad_enabled() and (
+            self.query.requires_grad
+            or self.key.requires_grad
+            or self.value.requires_grad
+            or (self.sinks is not None and self.sinks.requires_grad)
         )
 
     @property

@@ -29,7 +29,7 @@ class Scores:
 
 
 @torch.no_grad()
-def add_sinks(answer: Partial, sinks: Tensor | None) -> Partial:
+def add_sinks(answer: Partial, sinks: Tensor) -> Partial:
     """Let sinks join the softmax of rows that have all their keys.
 
     ``output * sigmoid(lse - sink)`` and ``logaddexp(lse, sink)`` are the output and LSE of a
@@ -37,18 +37,16 @@ def add_sinks(answer: Partial, sinks: Tensor | None) -> Partial:
 
     Args:
         answer: Output ``[batch, num_heads, rows, value_dim]`` and LSE; overwritten.
-        sinks: ``[num_heads]``; ``None`` changes nothing.
+        sinks: ``[num_heads]``.
 
     Returns:
         ``answer``.
     """
-    if sinks is not None:
-        output, lse = answer
-        of_rows = sinks.to(lse.dtype).unsqueeze(-1)
-        has_no_key = lse == -torch.inf
-        share = torch.sigmoid(lse - of_rows).masked_fill_(has_no_key, 0)
-        output.mul_(share.unsqueeze(-1))
-        torch.logaddexp(lse, of_rows, out=lse)
+    output, lse = answer
+    of_rows = sinks.to(lse.dtype).unsqueeze(-1)
+    share = torch.sigmoid(lse - of_rows).masked_fill_(lse == -torch.inf, 0)
+    output.mul_(share.unsqueeze(-1))
+    torch.logaddexp(lse, of_rows, out=lse)
     return answer
 
 

@@ -237,14 +237,15 @@ class ChunkTask:
             rows = slice(first, first + len(seeing))
         key, value = self._held_keys(steps)
         found = self.worker.run_together(steps, query, key, value, into=into)
-        self.home = add_sinks(found, self.sinks), rows
+        self.home = (found if self.sinks is None else add_sinks(found, self.sinks)), rows
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
         query = HeldTokens.packed(self.held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
         self.worker.run_steps(steps, query, *self._held_keys(steps), into=results)
-        add_sinks(results, self.sinks)
+        if self.sinks is not None:
+            add_sinks(results, self.sinks)
 
     def compute_gradients(self, *of_queries: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the held tokens, in the dtype of the query.

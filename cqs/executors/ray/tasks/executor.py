@@ -53,7 +53,8 @@ class TaskExecutor:
         answer = into or part.problem.empty_answer()
         job = Job.forward(part.problem, part.plan, answer)
         self._compute(job, part.backend, hooks)
-        return add_sinks(answer, part.problem.sinks)
+        sinks = part.problem.sinks
+        return answer if sinks is None else add_sinks(answer, sinks)
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
