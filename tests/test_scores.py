@@ -253,6 +253,8 @@ def test_ray_tasks_are_exact(cluster):
     options = options_of(problem) | {"return_lse": True}
     with pytest.raises(ValueError, match=r"scores\.sinks must not require gradients"):
         cluster.submit(*tensors, scores=cqs.Scores(sinks=sinks), **options)
+    with pytest.raises(ValueError, match=r"scores\.sinks must not require gradients"):
+        cluster.attention(cluster.shard(*tensors), scores=cqs.Scores(sinks=sinks), **options)
     options["scores"] = cqs.Scores(sinks=sinks.detach())
     assert_equal(cluster.submit(*tensors, **options).result(), [output, lse])
     sharded = cluster.attention(cluster.shard(*tensors), **options).to_local()

@@ -29,6 +29,7 @@ _NOT_HONOURED = (
     "indices",
     "output_attentions",
     "position_bias",
+    "sinks",
 )
 """Arguments of layers, besides a mask, that change the result and are not supported."""
 

@@ -334,7 +334,7 @@ def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError
 
 
 def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
-    for name in ("position_bias", "head_mask", "cache", "indices"):
+    for name in ("position_bias", "sinks", "head_mask", "cache", "indices"):
         refuse(f"{name} is not supported", **{name: 1.0})
     refuse("output_attentions is not supported", output_attentions=True)
     refuse("sliding_window must be None .* got 3", sliding_window=3)

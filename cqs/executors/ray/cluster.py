@@ -194,6 +194,7 @@ class Cluster:
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Probability that an attention weight is zeroed, see :func:`cqs.attention`.
             seed: Random seed of the dropout mask; ``None`` draws one.
+            scores: Sinks and soft cap; see :class:`cqs.Scores`.
             num_tasks: Number of tasks, any positive integer; ``None`` means one per worker, or more
                 if a GPU has too little memory for so large tasks, which the logger ``cqs`` then
                 reports at level INFO. A sharded sequence always has one task per worker.
@@ -244,6 +245,8 @@ class Cluster:
                     f"query must be a sharded sequence of query, key and value, got {number} "
                     "tensors in each shard"
                 )
+            if scores is not None and scores.sinks is not None:
+                _check_needs_no_gradient("scores.sinks", scores.sinks)
             if dropout_p and seed is None:
                 options["seed"] = draw_seed()  # repeated shards need the same dropout mask
             distributed_options = {

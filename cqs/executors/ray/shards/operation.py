@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -106,4 +106,6 @@ def map_shard(function: Callable[..., Any], rank: int, num_ranks: int, *tensors:
 def attend_shards(options: dict[str, Any], rank: int, num_ranks: int, *tensors: Tensor) -> Any:
     """Compute attention with all other ranks by :func:`cqs.distributed.attention`."""
     query, key, value = tensors
+    if (scores := options["scores"]) is not None and scores.sinks is not None:
+        options = options | {"scores": replace(scores, sinks=scores.sinks.to(query.device))}
     return attention(query, key, value, group=dist.group.WORLD, **options)
