@@ -15,7 +15,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
-from cqs.problem.scores import Scores
+from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler import Kind
 from cqs.uncompiled import replaced_in_graphs
 from cqs.worker.backends import check_backend_name
@@ -52,7 +52,7 @@ def _attention_in_graph(
         return NotImplemented
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    sinks, softcap = (None, None) if scores is None else (scores.sinks, scores.softcap)
+    sinks, softcap = take_apart(scores)
     handles = sinks, handle_of(pattern), seed_of(dropout_p, seed)
     options = (
         is_causal,

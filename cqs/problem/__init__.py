@@ -16,7 +16,7 @@ from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
 from cqs.problem.dropout import Dropout
-from cqs.problem.scores import Scores
+from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
@@ -260,8 +260,11 @@ def check_problem(
         raise ValueError(f"scale must be finite, got {scale}")
     has_dropout = seed is not None or type(dropout_p) is not float or dropout_p
     dropout = _check_dropout(dropout_p, seed) if has_dropout else None
-    of_scores = () if scores is None else (_check_sinks(scores, query), _check_softcap(scores))
-    return Problem(query, key, value, is_causal, factor, dropout, pattern, *of_scores)
+    problem = Problem(query, key, value, is_causal, factor, dropout, pattern)
+    if scores is None:
+        return problem
+    sinks, softcap = take_apart(scores)
+    return replace(problem, sinks=_check_sinks(sinks, query), softcap=_check_softcap(softcap))
 
 
 def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
@@ -307,11 +310,8 @@ def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Ten
     return tensor
 
 
-def _check_sinks(scores: Scores, query: Tensor) -> Tensor | None:
+def _check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     """Return the sinks of a call, or raise TypeError or ValueError."""
-    if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
-    sinks = scores.sinks
     if sinks is None:
         return None
     if not isinstance(sinks, Tensor):
@@ -333,14 +333,14 @@ def _check_sinks(scores: Scores, query: Tensor) -> Tensor | None:
     return sinks
 
 
-def _check_softcap(scores: Scores) -> float:
+def _check_softcap(softcap: float | None) -> float:
     """Return the soft cap of a call, 0 for none, or raise TypeError or ValueError."""
-    if scores.softcap is None:
+    if softcap is None:
         return 0.0
-    softcap = to_float(scores.softcap, "scores.softcap must be a number or None")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"scores.softcap must be positive and finite, got {scores.softcap}")
-    return softcap
+    number = to_float(softcap, "scores.softcap must be a number or None")
+    if not 0 < number < math.inf:
+        raise ValueError(f"scores.softcap must be positive and finite, got {softcap}")
+    return number
 
 
 def _plain_value(name: str, tensor: Tensor) -> Tensor:

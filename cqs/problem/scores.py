@@ -28,6 +28,15 @@ class Scores:
     scores of a task and is slow."""
 
 
+def take_apart(scores: Scores | None) -> tuple[Tensor | None, float | None]:
+    """Return sinks and soft cap, or raise TypeError; both are ``None`` without scores."""
+    if scores is None:
+        return None, None
+    if not isinstance(scores, Scores):
+        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    return scores.sinks, scores.softcap
+
+
 @torch.no_grad()
 def add_sinks(answer: Partial, sinks: Tensor) -> Partial:
     """Let sinks join the softmax of rows that have all their keys.

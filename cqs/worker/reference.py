@@ -29,7 +29,7 @@ class _Reference(CallBackend):
         matrix: O(seqlen_q * seqlen_kv) memory.
         """
         query, _, value, is_causal, _, visible, kept, keep_scale, _ = operands
-        scores_BGRQK, _ = _scores(operands)
+        scores_BGRQK = _scores(operands)
         dtype = scores_BGRQK.dtype
         lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
         # Scores of -inf give a weight of 0, also if a row has no others: 0 times NaN stays NaN.
@@ -53,8 +53,8 @@ class _Reference(CallBackend):
         probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
         ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
         """
-        query, key, value, _, scale, _, kept, keep_scale, _ = operands
-        scores_BGRQK, slopes_BGRQK = _scores(operands)
+        query, key, value, _, scale, _, kept, keep_scale, softcap = operands
+        scores_BGRQK = _scores(operands)
         dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
         key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
         query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
@@ -69,8 +69,9 @@ class _Reference(CallBackend):
             factors_BGRQK = keep_scale * kept.view_as(p_BGRQK).to(dtype)
             grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
         grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
-        if slopes_BGRQK is not None:
-            grad_scores_BGRQK = grad_scores_BGRQK * slopes_BGRQK
+        if softcap:  # 1 - tanh^2, which is 0 where a pair is masked out
+            tanh_BGRQK = scores_BGRQK.clamp_(min=-softcap) / softcap
+            grad_scores_BGRQK = grad_scores_BGRQK * (1 - tanh_BGRQK * tanh_BGRQK)
         return (
             scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
             scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
@@ -78,20 +79,16 @@ class _Reference(CallBackend):
         )
 
 
-def _scores(operands: Operands) -> tuple[Tensor, Tensor | None]:
-    """Return the scores, and their derivatives by the scaled products if there is a soft cap."""
+def _scores(operands: Operands) -> Tensor:
     query, key, _, is_causal, scale, visible, *_, softcap = operands
     dtype = lse_dtype(query.dtype)
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
-    slopes_BGRQK = None
     if softcap:
-        tanh_BGRQK = scores_BGRQK.div_(softcap).tanh_()
-        slopes_BGRQK = 1 - tanh_BGRQK * tanh_BGRQK
-        scores_BGRQK = tanh_BGRQK.mul_(softcap)
+        scores_BGRQK.div_(softcap).tanh_().mul_(softcap)
     if is_causal or visible is not None:
         scores_BGRQK.masked_fill_(_masked_out(scores_BGRQK, is_causal, visible), -torch.inf)
-    return scores_BGRQK, slopes_BGRQK
+    return scores_BGRQK
 
 
 def _masked_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:

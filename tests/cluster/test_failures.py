@@ -135,7 +135,9 @@ def test_failure_of_all_workers_does_not_change_a_bit(cluster, tensors, undistur
     future, victims = run_with_signal(cluster, tensors, 4, signal.SIGKILL)
     assert len(victims) == 4
     assert torch.equal(future.result(timeout=120), undisturbed)
-    assert future.report.failures >= 4
+    assert future.report.failures >= 4  # a replacement may stall on a busy machine
+    wait_for_workers(cluster, 4)
+    assert not set(victims) & set(cluster.pids)
 
 
 def test_workers_that_failed_between_runs_are_replaced(cluster, tensors, undisturbed):

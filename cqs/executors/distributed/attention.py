@@ -16,7 +16,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_is_pattern, check_problem
-from cqs.problem.scores import Scores
+from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler.cost_model import Links, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.uncompiled import replaced_in_graphs, uncompiled
@@ -50,7 +50,7 @@ def _attention_in_graph(
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
-    sinks, softcap = (None, None) if scores is None else (scores.sinks, scores.softcap)
+    sinks, softcap = take_apart(scores)
     output, lse, _ = _operator(
         *shards,
         sinks,
