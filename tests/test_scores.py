@@ -196,14 +196,20 @@ def errors_on_rank(group, problems):
         generator = torch.Generator().manual_seed(1)
         grad = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64)
         *gradients, of_sinks = torch.autograd.grad(output, (*shards, sinks), grad[:, :, rows])
+        without = cqs.distributed.attention(*(s.detach() for s in shards), **given)
+        (of_these,) = torch.autograd.grad(without, sinks, grad[:, :, rows])
+        changes = [
+            (one - other).abs().max()
+            for one, other in ((without, output), (of_these, of_sinks))
+            if one.numel()
+        ]
         dist.all_reduce(of_sinks, group=group)
         of_rank = [
             each[:, :, part] for each, part in zip(exact[:5], (rows, rows, *parts), strict=True)
         ]
         pairs = zip([output, lse, *gradients, of_sinks], [*of_rank, exact[-1]], strict=True)
         errors = [(got - want).abs().max().item() for got, want in pairs if got.numel()]
-        without = cqs.distributed.attention(*(s.detach() for s in shards), **given)
-        errors.append((without - output).abs().max().item() if output.numel() else 0)
+        errors += [change.item() for change in changes]
         found.append(max(errors))
     return found
 
