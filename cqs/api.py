@@ -52,12 +52,15 @@ def _attention_in_graph(
         return NotImplemented
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    sinks, softcap = take_apart(scores)
-    handles = sinks, handle_of(pattern), seed_of(dropout_p, seed)
+    of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
+    if score_mod is not None:
+        return NotImplemented
+    handles = *of_scores, handle_of(pattern), seed_of(dropout_p, seed)
     options = (
         is_causal,
         scale,
         softcap,
+        bias_requires_grad,
         dropout_p,
         num_tasks,
         plan_text(plan),
@@ -119,7 +122,7 @@ def attention(
             head and positions, independent of tasks, executor and kernels.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
-        scores: Sinks and soft cap; see :class:`cqs.Scores`.
+        scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``

@@ -1,160 +1,109 @@
-"""Options of the scores, on every executor, against a definition in float64."""
+"""Options of the scores, on every executor, against a definition in float64.
+
+The random problems combine them with patterns, causal masks, GQA, lengths that differ, dropout and
+any number of tasks: 2,400 on one device and in parts, 600 on ranks and 40 on Ray.
+"""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from random_problems import random_case, random_problem
+from score_cases import (
+    Drawn,
+    assert_equal,
+    compute_by,
+    expected,
+    gradient_of_output,
+    options_of,
+    tensors_of,
+)
 from support.exact import assert_tracks_exact
 from torch.utils.checkpoint import checkpoint
 
 import cqs
-from benchmarks.cases import Case, visible_mask
+from benchmarks.cases import Case
 from cqs.patterns import causal, per_head, sliding_window
 
-NUM_CASES = 240
+NUM_CASES = 2400
 BATCH = 10
 CASE = Case("sinks", 41, 50, num_heads=4, num_kv_heads=2, batch=2)
+NAMES = ("sinks", "softcap", "alibi_slopes", "bias", "score_mod")
 
 
-def define(problem, sinks, factors=1.0):
-    """Output and LSE from the definition: capped scores, a softmax with one more column of them."""
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
-    scores = problem.scale * problem.query @ key.mT
-    if problem.softcap:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    if (mask := visible_mask(problem)) is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
-    whole = torch.cat([scores, column], -1)
-    return (whole.softmax(-1)[..., :-1] * factors) @ value, whole.logsumexp(-1)
+def draw(problem, *names, seed=5):
+    return Drawn(problem, random.Random(seed), names)
 
 
-def draw_sinks(problem, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(5)
-    drawn = torch.randn(problem.query.shape[1], generator=generator, dtype=torch.float64)
-    return (2 * drawn).to(dtype).requires_grad_()
+def factors_of(problem, **dropout):
+    """Factors of dropout on the weights."""
+    tensors = problem.query, problem.key, problem.value
+    dropped = cqs.problem.check_problem(*tensors, **dropout).dropout
+    ranges = [range(problem.query.shape[2])], [range(problem.key.shape[2])]
+    bits = dropped.random_bits(problem.query, *ranges)
+    return dropped.kept(bits).to(problem.query.dtype) * dropped.scale
 
 
-def leaves(problem):
-    return [
-        t.detach().clone().requires_grad_() for t in (problem.query, problem.key, problem.value)
-    ]
-
-
-def with_gradients(compute, tensors, sinks):
-    """Output, LSE, and the gradients of a random function of the output."""
-    output, lse = compute(*tensors)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-    return [output, lse, *torch.autograd.grad(output, (*tensors, sinks), grad)]
-
-
-def options_of(problem):
-    return {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
-
-
-def scores_of(problem, sinks):
-    return cqs.Scores(sinks=sinks, softcap=problem.softcap or None)
-
-
-def with_softcap(problem, generator):
-    """The problem with a soft cap, in two of three cases."""
-    return cqs.problem.replace(problem, softcap=generator.choice([0.0, 0.5, 3.0]))
-
-
-def expected(problem, sinks):
-    given = [*leaves(problem)]
-
-    def compute(*tensors):
-        names = zip(("query", "key", "value"), tensors, strict=True)
-        return define(cqs.problem.replace(problem, **dict(names)), sinks)
-
-    return with_gradients(compute, given, sinks)
-
-
-def assert_equal(found, exact):
-    for got, want in zip(found, exact, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-
-
-def compute_by(call, problem, **options):
-    """Results of a function of cqs."""
-    sinks = draw_sinks(problem)
-    given = (
-        options_of(problem) | options | {"return_lse": True, "scores": scores_of(problem, sinks)}
-    )
-    return with_gradients(partial(call, **given), leaves(problem), sinks)
-
-
-@pytest.mark.sample(8)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("batch", range(NUM_CASES // BATCH))
 def test_random_problems_are_exact(batch):
     generator = random.Random(batch)
     for _ in range(BATCH):
-        problem = with_softcap(random_case(generator).make(torch.float64), generator)
-        exact = expected(problem, draw_sinks(problem))
+        case = random_case(generator)
+        problem = replace(case, batch=generator.choice([1, 1, 2])).make(torch.float64)
+        drawn, options, factors = Drawn(problem, generator), {}, 1.0
+        if generator.random() < 0.3:
+            options = {"dropout_p": 0.3, "seed": batch}
+            factors = factors_of(problem, **options)
+        exact = expected(problem, drawn, factors)
         number = generator.choice([1, 2, 5, 13, 64])
-        assert_equal(compute_by(cqs.attention, problem, num_tasks=number, verify=True), exact)
+        local = partial(cqs.attention, num_tasks=number, verify=True)
+        assert_equal(compute_by(local, problem, drawn, **options), exact)
         stream = partial(cqs.streaming.attention, memory_budget=400_000, device="cpu")
-        assert_equal(compute_by(stream, problem), exact)
+        assert_equal(compute_by(stream, problem, drawn, **options), exact)
 
 
-def test_parts_of_a_long_sequence_are_exact():
-    case = Case("long", 600, 700, num_heads=4, num_kv_heads=2, head_dim=8, is_causal=True)
-    problem = cqs.problem.replace(case.make(torch.float64), softcap=2.0)
-    stream = partial(cqs.streaming.attention, memory_budget=300_000, device="cpu", verify=True)
-    assert_equal(compute_by(stream, problem), expected(problem, draw_sinks(problem)))
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_long_sequence_are_exact(name):
+    case = Case("long", 90, 110, num_heads=4, num_kv_heads=2, head_dim=8, is_causal=True)
+    problem = case.make(torch.float64)
+    drawn = draw(problem, name)
+    stream = partial(cqs.streaming.attention, memory_budget=60_000, device="cpu", verify=True)
+    assert_equal(compute_by(stream, problem, drawn), expected(problem, drawn))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sinks_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_dtype(backend, dtype, sinks_dtype):
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dtype(backend, dtype, name):
     if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("Triton's interpreter has no bfloat16")
     problem = CASE.make(dtype)
-    sinks = draw_sinks(problem, sinks_dtype)
-    options = options_of(problem) | {"return_lse": True, "backend": backend, "num_tasks": 3}
-    compute = partial(cqs.attention, scores=cqs.Scores(sinks=sinks), **options)
-    found = with_gradients(compute, leaves(problem), sinks)
-    assert [each.dtype for each in found] == [dtype, torch.float32, *[dtype] * 3, sinks_dtype]
-    wide = CASE.make(torch.float64)
-    wide = cqs.problem.replace(
-        wide, **{n: getattr(problem, n).double() for n in ("query", "key", "value")}
-    )
-    exact = expected(wide, sinks.detach().double().requires_grad_())
-    eager = expected(problem, sinks.detach().requires_grad_())
-    for got, plain, right in zip(found, eager, exact, strict=True):
+    drawn = draw(problem, name)
+    options = {"backend": backend, "num_tasks": 3}
+    try:
+        found = compute_by(cqs.attention, problem, drawn, **options)
+    except NotImplementedError as error:
+        assert f"does not support scores with {name}" in str(error) or "gradient of" in str(error)
+        found = compute_by(cqs.attention, problem, drawn, num_tasks=3)
+    of_leaves = [leaf.dtype for leaf in drawn.make()[1]]
+    assert [each.dtype for each in found] == [dtype, torch.float32, *[dtype] * 3, *of_leaves]
+    tensors = {n: getattr(problem, n).double() for n in ("query", "key", "value")}
+    exact = expected(replace(problem, **tensors), drawn, dtype=torch.float64)
+    for got, plain, right in zip(found, expected(problem, drawn), exact, strict=True):
         assert_tracks_exact(got, plain, right, slack=8)
 
 
 def test_heads_with_patterns_of_their_own():
     problem = CASE.make(torch.float64)
     windows = [sliding_window(9, 0), causal(), sliding_window(3, 3), causal()]
-    problem = cqs.problem.replace(problem, pattern=per_head([windows]))
-    exact = expected(problem, draw_sinks(problem))
-    assert_equal(compute_by(cqs.attention, problem, num_tasks=4, verify=True), exact)
-
-
-def test_dropout_spares_sinks():
-    problem = CASE.make(torch.float64)
-    dropped = cqs.problem.check_problem(
-        problem.query, problem.key, problem.value, dropout_p=0.3, seed=7
-    ).dropout
-    ranges = [range(41)], [range(50)]
-    factors = dropped.kept(dropped.random_bits(problem.query, *ranges)).double() * dropped.scale
-    sinks = draw_sinks(problem)
-    tensors = leaves(problem)
-    names = dict(zip(("query", "key", "value"), tensors, strict=True))
-    exact = with_gradients(
-        lambda *_: define(cqs.problem.replace(problem, **names), sinks, factors), tensors, sinks
-    )
-    found = compute_by(cqs.attention, problem, num_tasks=3, dropout_p=0.3, seed=7, verify=True)
-    assert_equal(found, exact)
+    problem = replace(problem, pattern=per_head([windows]))
+    drawn = draw(problem, *NAMES)
+    local = partial(cqs.attention, num_tasks=4, verify=True)
+    assert_equal(compute_by(local, problem, drawn), expected(problem, drawn))
 
 
 def test_sinks_without_gradients_and_infinite_sinks():
@@ -182,35 +131,32 @@ def errors_on_rank(group, problems):
     """Largest error of each random problem on this rank."""
     found, rank = [], dist.get_rank(group)
     for case, cuts, options in problems:
-        problem = with_softcap(case.make(torch.float64), random.Random(str(options)))
-        sinks = draw_sinks(problem)
-        exact = expected(problem, sinks)
+        problem = case.make(torch.float64)
+        drawn = Drawn(problem, random.Random(str(options)))
+        exact = expected(problem, drawn)
         rows, columns = (slice(*marks[rank : rank + 2]) for marks in cuts)
+        scores, leaves = drawn.make()
+        if scores.bias is not None and scores.bias.ndim > 1 and scores.bias.shape[-2] > 1:
+            scores = replace(scores, bias=scores.bias[..., rows, :])
         parts = rows, columns, columns
-        shards = [t[:, :, part].detach() for t, part in zip(leaves(problem), parts, strict=True)]
-        shards = [shard.clone().requires_grad_() for shard in shards]
-        given = (
-            options_of(problem) | options | {"scores": scores_of(problem, sinks), "group": group}
-        )
+        shards = [t[:, :, p] for t, p in zip(tensors_of(problem), parts, strict=True)]
+        shards = [shard.detach().clone().requires_grad_() for shard in shards]
+        given = options_of(problem) | options | {"scores": scores, "group": group}
         output, lse = cqs.distributed.attention(*shards, return_lse=True, **given)
-        generator = torch.Generator().manual_seed(1)
-        grad = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64)
-        *gradients, of_sinks = torch.autograd.grad(output, (*shards, sinks), grad[:, :, rows])
+        grad = gradient_of_output(exact[0])[:, :, rows]
+        gradients = torch.autograd.grad(
+            output, (*shards, *leaves), grad, materialize_grads=True, retain_graph=True
+        )
         without = cqs.distributed.attention(*(s.detach() for s in shards), **given)
-        (of_these,) = torch.autograd.grad(without, sinks, grad[:, :, rows])
-        changes = [
-            (one - other).abs().max()
-            for one, other in ((without, output), (of_these, of_sinks))
-            if one.numel()
-        ]
-        dist.all_reduce(of_sinks, group=group)
+        errors = [(without - output).abs().max()] if output.numel() else []
+        for each in gradients[3:]:
+            dist.all_reduce(each, group=group)
         of_rank = [
             each[:, :, part] for each, part in zip(exact[:5], (rows, rows, *parts), strict=True)
         ]
-        pairs = zip([output, lse, *gradients, of_sinks], [*of_rank, exact[-1]], strict=True)
-        errors = [(got - want).abs().max().item() for got, want in pairs if got.numel()]
-        errors += [change.item() for change in changes]
-        found.append(max(errors))
+        pairs = zip([output, lse, *gradients], [*of_rank, *exact[5:]], strict=True)
+        errors += [(got - want).abs().max() for got, want in pairs if got.numel()]
+        found.append(max(map(torch.Tensor.item, errors), default=0.0))
     return found
 
 
@@ -218,53 +164,61 @@ def errors_on_rank(group, problems):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_ranks_are_exact(ranks, num_ranks):
     generator = random.Random(num_ranks)
-    problems = [random_problem(generator, num_ranks) for _ in range(30)]
+    problems = [random_problem(generator, num_ranks) for _ in range(120)]
     for of_rank in ranks.run(num_ranks, errors_on_rank, problems):
         for error, problem in zip(of_rank, problems, strict=True):
-            assert error < 1e-10, problem
+            assert error < 1e-9, problem
 
 
 def disagree(group):
     rank = dist.get_rank(group)
     q = torch.randn(1, 2, 5, 4)
     scores = cqs.Scores(sinks=torch.zeros(2)) if rank else None
+    attend = partial(cqs.distributed.attention, q, q, q, group=group)
     with pytest.raises(ValueError, match="softcap"):
-        capped = cqs.Scores(softcap=1.0 + rank)
-        cqs.distributed.attention(q, q, q, scores=capped, group=group)
+        attend(scores=cqs.Scores(softcap=1.0 + rank))
     with pytest.raises(ValueError, match="has_sinks"):
-        cqs.distributed.attention(q, q, q, scores=scores, group=group)
+        attend(scores=scores)
+    with pytest.raises(ValueError, match="score_terms"):
+        attend(scores=cqs.Scores(alibi_slopes=torch.ones(2)) if rank else None)
+    with pytest.raises(ValueError, match="must have one row on all ranks"):
+        attend(scores=cqs.Scores(bias=torch.zeros(5 if rank else 1, 10)))
+    with pytest.raises(ValueError, match="columns of the whole sequence, 1 or 10, got 5"):
+        attend(scores=cqs.Scores(bias=torch.zeros(5, 5)))
     prepared = cqs.distributed.prepare(q, q, q, scores=cqs.Scores(torch.zeros(2)), group=group)
     with pytest.raises(ValueError, match="has_sinks must be as prepared, True, got False"):
         prepared(q, q, q)
     sinks = cqs.Scores(torch.tensor([0.5, -0.5]))
-    direct = cqs.distributed.attention(q, q, q, scores=sinks, group=group)
-    return torch.equal(prepared(q, q, q, scores=sinks), direct)
+    return torch.equal(prepared(q, q, q, scores=sinks), attend(scores=sinks))
 
 
-def test_ranks_agree_on_sinks(ranks):
+def test_ranks_agree_on_scores(ranks):
     assert all(ranks.run(2, disagree))
 
 
 @pytest.mark.ray
 def test_ray_tasks_are_exact(cluster):
     generator = random.Random(3)
-    for _ in range(8):
-        problem = with_softcap(random_case(generator).make(torch.float64), generator)
-        exact = expected(problem, draw_sinks(problem))
-        assert_equal(compute_by(cluster.attention, problem, num_tasks=5, verify=True), exact)
-    problem = CASE.make(torch.float64)
-    sinks = draw_sinks(problem)
-    output, lse, *_ = expected(problem, sinks)
-    tensors = problem.query, problem.key, problem.value
-    options = options_of(problem) | {"return_lse": True}
-    with pytest.raises(ValueError, match=r"scores\.sinks must not require gradients"):
-        cluster.submit(*tensors, scores=cqs.Scores(sinks=sinks), **options)
-    with pytest.raises(ValueError, match=r"scores\.sinks must not require gradients"):
-        cluster.attention(cluster.shard(*tensors), scores=cqs.Scores(sinks=sinks), **options)
-    options["scores"] = cqs.Scores(sinks=sinks.detach())
-    assert_equal(cluster.submit(*tensors, **options).result(), [output, lse])
-    sharded = cluster.attention(cluster.shard(*tensors), **options).to_local()
-    assert_equal(sharded, [output, lse])
+    for _ in range(40):
+        problem = random_case(generator).make(torch.float64)
+        drawn = Drawn(problem, generator)
+        tasks = partial(cluster.attention, num_tasks=5, verify=True)
+        exact = expected(problem, drawn)
+        assert_equal(compute_by(tasks, problem, drawn), exact)
+        scores, leaves = drawn.make()
+        tensors = problem.query, problem.key, problem.value
+        options = options_of(problem) | {"return_lse": True, "scores": scores}
+        with torch.no_grad():
+            assert_equal(cluster.submit(*tensors, **options).result(), exact[:2])
+            if min(problem.query.shape[2], problem.key.shape[2]) > 1:
+                sharded = cluster.attention(cluster.shard(*tensors), **options)
+                assert_equal(sharded.to_local(), exact[:2])
+    for name in ("sinks", "bias"):
+        options["scores"] = draw(problem, name).make()[0]
+        with pytest.raises(ValueError, match=rf"scores\.{name} must not require gradients"):
+            cluster.submit(*tensors, **options)
+        with pytest.raises(ValueError, match=rf"scores\.{name} must not require gradients"):
+            cluster.attention(cluster.shard(*tensors), **options)
 
 
 def compile_whole(attention):
@@ -274,31 +228,44 @@ def compile_whole(attention):
     return torch.compile(attend, fullgraph=True, backend="aot_eager")
 
 
+IN_GRAPHS = "sinks", "softcap", "alibi_slopes", "bias"
+
+
 def test_graphs_and_checkpoints(ranks):
     problem = CASE.make(torch.float64)
-    exact = expected(problem, draw_sinks(problem))
+    drawn = draw(problem, *IN_GRAPHS)
     compiled = compile_whole(cqs.attention)
-    assert_equal(compute_by(compiled, problem, num_tasks=3), exact)
-    problem = cqs.problem.replace(problem, pattern=sliding_window(9, 0), softcap=2.0)
-    exact = expected(problem, draw_sinks(problem))
-    assert_equal(compute_by(compiled, problem, dropout_p=0.0), exact)
+    exact = expected(problem, drawn)
+    assert_equal(compute_by(partial(compiled, num_tasks=3), problem, drawn), exact)
     again = partial(checkpoint, cqs.attention, use_reentrant=False)
-    assert_equal(compute_by(again, problem), exact)
+    assert_equal(compute_by(again, problem, drawn), exact)
+    problem = replace(problem, pattern=sliding_window(9, 0))
+    exact = expected(problem, drawn)
+    assert_equal(compute_by(compiled, problem, drawn), exact)
     assert all(ranks.run(2, graph_on_rank))
 
 
-def graph_on_rank(group):
+def test_score_functions_break_graphs():
     problem = CASE.make(torch.float64)
+    drawn = draw(problem, "score_mod")
+
+    @torch.compile(backend="aot_eager")
+    def attend(*tensors, **options):
+        return cqs.attention(*tensors, **options)
+
+    assert_equal(compute_by(attend, problem, drawn), expected(problem, drawn))
+
+
+def graph_on_rank(group):
     for dtype in (torch.float64, torch.float32):
-        results = []
+        problem = CASE.make(dtype)
+        drawn = draw(problem, "sinks", "softcap", "alibi_slopes")
         compiled = compile_whole(cqs.distributed.attention)
-        for call in (cqs.distributed.attention, compiled):
-            sinks = draw_sinks(problem, dtype)
-            scores = cqs.Scores(sinks=sinks, softcap=2.0)
-            given = {"return_lse": True, "scores": scores, "group": group}
-            results.append(with_gradients(partial(call, **given), leaves(problem), sinks))
-        for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
+        one, other = (
+            compute_by(partial(call, group=group), problem, drawn)
+            for call in (cqs.distributed.attention, compiled)
+        )
+        assert all(map(torch.equal, one, other))
     return True
 
 
@@ -308,25 +275,30 @@ def graph_on_rank(group):
 @pytest.mark.parametrize("num_tasks", [1, 5])
 def test_sinks_on_a_gpu(backend, dtype, num_tasks):
     case = Case("gpu", 700, 900, num_heads=4, num_kv_heads=2, head_dim=64, is_causal=True)
-    problem = case.make(dtype, "cuda")
-    sinks = draw_sinks(problem, torch.float32).detach().cuda().requires_grad_()
-    options = options_of(problem) | {"return_lse": True, "backend": backend, "num_tasks": num_tasks}
-    scores = cqs.Scores(sinks=sinks, softcap=3.0 if backend == "reference" else None)
-    problem = cqs.problem.replace(problem, softcap=scores.softcap or 0.0)
-    compute = partial(cqs.attention, scores=scores, **options)
-    found = with_gradients(compute, leaves(problem), sinks)
-    tensors = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
-    exact = expected(
-        cqs.problem.replace(problem, **tensors), sinks.detach().double().requires_grad_()
+    problem = case.make(dtype)
+    drawn = draw(problem, "sinks")
+    tensors = [tensor.cuda().requires_grad_() for tensor in tensors_of(problem)]
+    scores, leaves = drawn.make()
+    sinks = leaves[0].detach().cuda().requires_grad_()
+    output, lse = cqs.attention(
+        *tensors,
+        scores=cqs.Scores(sinks=sinks),
+        return_lse=True,
+        backend=backend,
+        num_tasks=num_tasks,
+        **options_of(problem),
     )
-    eager = expected(problem, sinks)
-    for got, plain, right in zip(found, eager, exact, strict=True):
+    gradients = torch.autograd.grad(output, (*tensors, sinks), gradient_of_output(output))
+    found = [each.cpu() for each in (output, lse, *gradients)]
+    wide = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
+    exact = expected(replace(problem, **wide), drawn, dtype=torch.float64)
+    for got, plain, right in zip(found, expected(problem, drawn), exact, strict=True):
         assert_tracks_exact(got, plain, right, slack=8)
 
 
 def test_fused_kernels_refuse_a_soft_cap():
     q = torch.randn(1, 2, 5, 16)
-    with pytest.raises(NotImplementedError, match="backend 'cpu' does not support a soft cap"):
+    with pytest.raises(NotImplementedError, match="'cpu' does not support scores with softcap"):
         cqs.attention(q, q, q, scores=cqs.Scores(softcap=1.0), backend="cpu")
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cqs.partial import Gradients, Partial
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.problem.scores import sinks_gradient
 
@@ -23,8 +23,9 @@ class Attended(NamedTuple):
     """Output and LSE, with sinks if the problem has them."""
     kept: Kept
     """Inputs of the backward pass. Saved by autograd, so activation checkpointing can drop them."""
-    differentiate: Callable[[Kept, Tensor], Gradients]
-    """Computes the gradients from ``kept`` and the gradient of the output."""
+    differentiate: Callable[[Kept, Tensor, Sequence[Tensor]], Gradients]
+    """Computes the gradients from ``kept`` and the gradient of the output, and adds those of
+    :attr:`cqs.problem.score_terms.ScoreTerms.leaves` to sums."""
 
 
 def attend_differentiably(
@@ -55,7 +56,9 @@ def attend_differentiably(
             rows.setdefault(row.start, []).append(attend_differentiably(part, attend, forward))
         return _join([_join(row, dim=1) for row in rows.values()], dim=0)
     if problem.requires_grad:
-        return Partial(*_Attention.apply(query, key, value, problem.sinks, problem, attend))
+        leaves = () if problem.terms is None else problem.terms.leaves
+        options = problem.sinks, problem, attend
+        return Partial(*_Attention.apply(query, key, value, *options, *leaves))
     return attend(problem).answer if forward is None else forward(problem)
 
 
@@ -72,18 +75,29 @@ def keep_operands(
             the output.
         problem: The checked problem, with a single pattern.
     """
-    tensors = problem.query, problem.key, problem.value
+    tensors, terms = (problem.query, problem.key, problem.value), problem.terms
     answer = forward(problem)
     # The closure must not refer to the tensors: autograd alone decides how long they live.
     nothing = problem.query.new_empty(0)
-    options = replace(problem, query=nothing, key=nothing, value=nothing, sinks=None)
+    bias = () if terms is None or terms.bias is None else (terms.bias,)
+    options = replace(
+        problem,
+        query=nothing,
+        key=nothing,
+        value=nothing,
+        sinks=None,
+        terms=replace(terms, bias=nothing) if bias and terms else terms,
+    )
 
-    def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
-        query, key, value, *saved = kept
+    def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
+        query, key, value, output, lse, *bias = kept
         whole = replace(options, query=query, key=key, value=value)
-        return backward(whole, Partial(*saved), grad_output)
+        if options.terms is not None:
+            terms = replace(options.terms, sums=tuple(sums))
+            whole = replace(whole, terms=replace(terms, bias=bias[0]) if bias else terms)
+        return backward(whole, Partial(output, lse), grad_output)
 
-    return Attended(answer, (*tensors, *answer), differentiate)
+    return Attended(answer, (*tensors, *answer, *bias), differentiate)
 
 
 def _join(answers: Sequence[Partial], dim: int) -> Partial:
@@ -100,6 +114,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         problem: Problem,
         attend: Callable[[Problem], Attended],
+        *leaves: Tensor,
     ) -> Partial:
         answer, kept, differentiate = attend(
             replace(problem, query=query, key=key, value=value, sinks=sinks)
@@ -109,6 +124,7 @@ class _Attention(torch.autograd.Function):
         ctx.num_kept = len(kept)
         ctx.mark_non_differentiable(answer.lse)
         ctx.differentiate = differentiate
+        ctx.leaves = [(each.shape, each.dtype, each.device) for each in leaves]
         return answer
 
     @staticmethod
@@ -121,10 +137,15 @@ class _Attention(torch.autograd.Function):
         is_autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if is_autocast else nullcontext():
             saved = ctx.saved_tensors  # read once: activation checkpointing permits one access
-            gradients = ctx.differentiate(saved[: ctx.num_kept], grad_output)
+            sums = [
+                torch.zeros(shape, dtype=lse_dtype(dtype), device=place)
+                for shape, _, place in ctx.leaves
+            ]
+            gradients = ctx.differentiate(saved[: ctx.num_kept], grad_output, sums)
             of_sinks = None
             if ctx.needs_input_grad[3]:
                 sinks, *answer = saved[ctx.num_kept :]
                 of_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
-        return query, key, value, of_sinks, None, None
+        of_leaves = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
+        return query, key, value, of_sinks, None, None, *of_leaves

@@ -131,7 +131,11 @@ def _single_call(
     ):
         return None
     tensors = problem.query, problem.key, problem.value
-    return chosen, Operands(*tensors, work.is_square, problem.scale, softcap=problem.softcap)
+    terms = None
+    if problem.terms is not None:
+        lengths = problem.query.shape[2], problem.key.shape[2]
+        terms = problem.terms.of_pairs(problem.query.device, *([range(n)] for n in lengths))
+    return chosen, Operands(*tensors, work.is_square, problem.scale, terms=terms)
 
 
 def _together(problem: Problem, plan: Plan) -> tuple[Step, ...]:

@@ -1,5 +1,6 @@
 """The operators of :func:`cqs.attention`: ``cqs::attention`` and ``cqs::dense_attention``."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from cqs.executors.contract import Planned, attend
 from cqs.executors.local import LocalExecutor
 from cqs.executors.observe import observe
 from cqs.executors.operators import HOST_TAGS, as_raw, define_attention, read_pattern, read_plan
-from cqs.partial import Gradients, Partial
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem, check_problem
 from cqs.problem.scores import Scores, sinks_gradient
 from cqs.scheduler import Plan
@@ -25,6 +26,8 @@ class Options(NamedTuple):
     """The options of an operator; ``None`` is the default of :func:`cqs.attention`."""
 
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
     pattern: Tensor | None
     """Handle of the pattern."""
     seed: Tensor | None
@@ -32,6 +35,7 @@ class Options(NamedTuple):
     is_causal: bool
     scale: float | None
     softcap: float | None
+    bias_requires_grad: bool
     dropout_p: float
     num_tasks: int | None
     plan: str | None
@@ -42,7 +46,7 @@ class Options(NamedTuple):
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Return the checked problem."""
-        return check_problem(
+        problem = check_problem(
             query,
             key,
             value,
@@ -51,8 +55,16 @@ class Options(NamedTuple):
             scale=self.scale,
             dropout_p=self.dropout_p,
             seed=None if self.seed is None else int(self.seed),
-            scores=Scores(self.sinks, self.softcap),
+            scores=self.scores,
         )
+        if self.bias_requires_grad and problem.terms is not None:
+            return replace(problem, terms=replace(problem.terms, bias_requires_grad=True))
+        return problem
+
+    @property
+    def scores(self) -> Scores:
+        """The argument ``scores``."""
+        return Scores(self.sinks, self.softcap, self.alibi_slopes, self.bias)
 
     def make_plan(self, part: Problem) -> Plan:
         """Return the plan of a part of the problem."""
@@ -60,8 +72,8 @@ class Options(NamedTuple):
 
 
 _SCHEMA = (
-    "bool is_causal, float? scale, float? softcap, float dropout_p, int? num_tasks, str? plan, "
-    "str? backend, bool verify, bool progress"
+    "bool is_causal, float? scale, float? softcap, bool bias_requires_grad, float dropout_p, "
+    "int? num_tasks, str? plan, str? backend, bool verify, bool progress"
 )
 
 
@@ -95,7 +107,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
         scale=1.0 if chosen.scale is None else chosen.scale,  # head_dim may be a symbol
         dropout_p=chosen.dropout_p,
         seed=0,
-        scores=Scores(chosen.sinks, chosen.softcap),
+        scores=chosen.scores,
     )
     if chosen.plan is not None:
         check_kind(read_plan(chosen.plan))
@@ -105,10 +117,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
 def _differentiate(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of query, key, value and sinks."""
+    """Compute the gradients of query, key, value, sinks and bias."""
     output, lse, *options = saved
     chosen = Options(*options)
     problem = chosen.check(query, key, value)
+    if problem.terms is not None:
+        terms = problem.terms.with_sums(lse_dtype(query.dtype))
+        problem = replace(problem, terms=terms)
     cuts, found = list(problem.cuts()), []
     for (where, _), (_, part) in zip(cuts, problem.parts(), strict=True):
         planned = Planned(part, chosen.make_plan(part), chosen.backend)
@@ -124,9 +139,12 @@ def _differentiate(
             total.key[of_keys] += gradients.key  # several parts may share a KV head
             total.value[of_keys] += gradients.value
     of_sinks = query.new_empty(0)
+    of_bias = of_sinks if chosen.bias is None else torch.empty_like(chosen.bias)
     if problem.sinks is not None:
         of_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
-    return *as_raw(total, query, key, value), of_sinks
+    if problem.terms is not None and problem.terms.sums:
+        of_bias = problem.terms.sums[0].view_as(of_bias).to(of_bias.dtype)
+    return *as_raw(total, query, key, value), of_sinks, of_bias
 
 
 attention = define_attention("attention", _SCHEMA, _attend, _check, _differentiate, HOST_TAGS)

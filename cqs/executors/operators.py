@@ -214,17 +214,19 @@ def define_attention(
 
     Args:
         name: Name of the operator in ``torch.ops.cqs``.
-        options: Schema of the arguments after query, key, value, sinks, pattern and seed.
+        options: Schema of the arguments after query, key, value, sinks, slopes, bias,
+            pattern and seed.
         attend: Returns output and LSE.
         check: Checks the arguments while a graph is traced; returns tensors without values.
-        differentiate: Computes the gradients of query, key, value and sinks (of any shape without
-            them) from that of the output, query, key, value, output, LSE and the other arguments.
+        differentiate: Computes the gradients of query, key, value, sinks and bias (of any shape if
+            they are not required) from that of the output, query, key, value, output, LSE and the
+            other arguments.
         tags: Tags of both operators.
 
     Returns:
         The operator, a function.
     """
-    tensors = "{}Tensor? sinks, Tensor? pattern, Tensor? seed"
+    tensors = "{}Tensor? sinks, Tensor? slopes, Tensor? bias, Tensor? pattern, Tensor? seed"
     schema = f"Tensor query, Tensor key, Tensor value, {tensors}, {options}"
     define: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
 
@@ -236,28 +238,31 @@ def define_attention(
     backward = define(
         f"cqs::{name}_backward",
         differentiate,
-        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     attention.register_fake(lambda *args: tuple(check(*args)))
 
     def check_backward(_: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        query, sinks = args[0], args[5]
-        of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-        return *(each.new_empty(each.shape) for each in args[:3]), of_sinks
+        of_scores = (
+            args[0].new_empty(0) if each is None else each.new_empty(each.shape)
+            for each in (args[5], args[7])
+        )
+        return *(each.new_empty(each.shape) for each in args[:3]), *of_scores
 
     backward.register_fake(check_backward)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:6])
+        ctx.save_for_backward(*output, *inputs[:8])
         ctx.mark_non_differentiable(output[1])
-        ctx.options = inputs[6:]
+        ctx.options = inputs[8:]
 
     def differentiate_kept(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
         output, lse, query, key, value, *handles = ctx.saved_tensors
         operands = query, key, value, output, lse, *handles
-        *gradients, of_sinks = backward(grad_output, *operands, *ctx.options)
+        *gradients, of_sinks, of_bias = backward(grad_output, *operands, *ctx.options)
         of_sinks = None if handles[0] is None else of_sinks
-        return *gradients, of_sinks, *[None] * (2 + len(ctx.options))
+        of_bias = of_bias if ctx.needs_input_grad[5] else None
+        return *gradients, of_sinks, None, of_bias, *[None] * (2 + len(ctx.options))
 
     attention.register_autograd(differentiate_kept, setup_context=keep)
     return attention

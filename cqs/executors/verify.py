@@ -124,8 +124,11 @@ def _verify_head(
     """
     query, output, found_lse, key, value = (tensor.double() for tensor in tensors)
     scores = problem.scale * (query @ key.T)
-    if problem.softcap:
-        scores = problem.softcap * (scores / problem.softcap).tanh()
+    if problem.terms is not None:
+        of_head = problem.terms.part(*(slice(index, index + 1) for index in place))
+        sampled = [range(row, row + 1) for row in rows]
+        of_pairs = of_head.of_pairs(query.device, sampled, [range(len(key))])
+        scores = of_pairs.apply(scores[None, None])[0, 0]
     masked = scores.masked_fill(~visible, -torch.inf)
     lse, sink = masked.logsumexp(dim=-1), query.new_tensor(0.0)
     if problem.sinks is not None:

@@ -9,19 +9,19 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
 from cqs.problem.dropout import Dropout
-from cqs.problem.scores import Scores, take_apart
+from cqs.problem.score_terms import ScoreTerms
+from cqs.problem.scores import Scores, check_scores
+from cqs.problem.tensors import check_tensor
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ProblemOptions(TypedDict, total=False):
@@ -61,8 +61,8 @@ class Problem:
     """``None`` for dense attention, causal or not. With a pattern :attr:`is_causal` is False."""
     sinks: Tensor | None = None
     """A score of each query head without a value, ``[num_heads]``; see :class:`cqs.Scores`."""
-    softcap: float = 0.0
-    """Soft cap of the scores, 0 for none; see :class:`cqs.Scores`."""
+    terms: ScoreTerms | None = None
+    """What else changes the scores; see :class:`cqs.Scores`."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
@@ -79,6 +79,7 @@ class Problem:
             or self.key.requires_grad
             or self.value.requires_grad
             or (self.sinks is not None and self.sinks.requires_grad)
+            or (self.terms is not None and bool(self.terms.leaves))
         )
 
     @property
@@ -108,6 +109,7 @@ class Problem:
                     dropout=self.dropout and self.dropout.moved(batch, head),
                     pattern=self.pattern and self.pattern.head(batch, head),
                     sinks=None if self.sinks is None else self.sinks[heads],
+                    terms=self.terms and self.terms.part(row, heads),
                 ),
             )
 
@@ -205,6 +207,7 @@ def check_problem(
     dropout_p: float = 0.0,
     seed: int | None = None,
     scores: Scores | None = None,
+    is_shard: bool = False,
 ) -> Problem:
     """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
 
@@ -213,7 +216,8 @@ def check_problem(
     - The patterns ``causal()`` and ``sliding_window(None, None)`` become dense attention.
     - A head_dim of 0 is padded to 1.
 
-    The arguments are those of :func:`cqs.attention`.
+    The arguments are those of :func:`cqs.attention`; with ``is_shard`` a bias may have the columns
+    of a longer sequence.
 
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
@@ -222,8 +226,8 @@ def check_problem(
         NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
             neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
     """
-    query = _check_tensor("query", query)
-    key, value = _check_tensor("key", key, query), _check_tensor("value", value, query)
+    query = check_tensor("query", query)
+    key, value = check_tensor("key", key, query), check_tensor("value", value, query)
     batch = 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         batch = tensor.shape[0] if batch == 1 else batch
@@ -263,100 +267,8 @@ def check_problem(
     problem = Problem(query, key, value, is_causal, factor, dropout, pattern)
     if scores is None:
         return problem
-    sinks, softcap = take_apart(scores)
-    return replace(problem, sinks=_check_sinks(sinks, query), softcap=_check_softcap(softcap))
-
-
-def _check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
-    """Return a tensor that kernels can read, or raise an error that names the argument.
-
-    Args:
-        name: Name of the argument.
-        tensor: The argument.
-        query: The checked query, whose dtype and device key and value must have.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        tensor = _plain_value(name, tensor)
-    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
-        tensor = tensor.clone()
-    tensor = tensor.resolve_neg()  # a negative bit is not applied in memory
-    if tensor.ndim != 4:
-        raise ValueError(
-            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
-            f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
-            "flatten(0, -4) for several batch dimensions"
-        )
-    if tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise NotImplementedError(
-            f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
-            "cqs.attention outside of the transformation"
-        )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise NotImplementedError(
-            f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
-        )
-    for attribute in ("dtype", "device") if query is not None else ():
-        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
-        if found != wanted:
-            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
-    return tensor
-
-
-def _check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the sinks of a call, or raise TypeError or ValueError."""
-    if sinks is None:
-        return None
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"scores.sinks must be a tensor or None, got {type(sinks).__name__}")
-    if type(sinks).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        sinks = _plain_value("scores.sinks", sinks)
-    if sinks.dtype not in _DTYPES:
-        raise TypeError(
-            f"scores.sinks must be float64, float32, bfloat16 or float16, got {sinks.dtype}"
-        )
-    if sinks.shape != query.shape[1:2]:
-        raise ValueError(
-            f"scores.sinks must be [num_heads], [{query.shape[1]}], got {list(sinks.shape)}"
-        )
-    if sinks.device != query.device:
-        raise ValueError(
-            f"scores.sinks must be on the device of query, {query.device}, got {sinks.device}"
-        )
-    return sinks
-
-
-def _check_softcap(softcap: float | None) -> float:
-    """Return the soft cap of a call, 0 for none, or raise TypeError or ValueError."""
-    if softcap is None:
-        return 0.0
-    number = to_float(softcap, "scores.softcap must be a number or None")
-    if not 0 < number < math.inf:
-        raise ValueError(f"scores.softcap must be positive and finite, got {softcap}")
-    return number
-
-
-def _plain_value(name: str, tensor: Tensor) -> Tensor:
-    """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    if isinstance(tensor, FakeTensor) and torch._C._len_torch_dispatch_stack():
-        return tensor  # an argument of an operator that is being traced
-    if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
-        plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
-        return plain
-    raise TypeError(
-        f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: convert it first "
-        f"(a DTensor: {name}.to_local(), for cqs.distributed.attention)"
-    )
+    sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
+    return replace(problem, sinks=sinks, terms=terms)
 
 
 def check_pattern(

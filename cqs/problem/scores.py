@@ -1,16 +1,24 @@
-"""Options of the scores of attention: sinks and a soft cap."""
+"""Options of the scores of attention: sinks, soft cap, ALiBi, bias and score functions."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cqs.arguments import to_float
 from cqs.partial import Partial
+from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
+from cqs.problem.tensors import DTYPES, plain_value
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """How scores and softmax of an attention call differ from the scaled products alone.
+
+    The terms apply to each scaled product in this order: soft cap, ALiBi, bias, score function.
+    The backend ``reference`` supports all of them, and is slow.
 
     Example:
         >>> import cqs, torch
@@ -24,17 +32,157 @@ class Scores:
     (attention sinks of gpt-oss, arXiv 2508.10925). May require gradients."""
     softcap: float | None = None
     """Positive number c that replaces each scaled product s by ``c * tanh(s / c)`` (Gemma 2, arXiv
-    2408.00118); ``None`` caps nothing. The backend ``reference`` computes it, which stores the
-    scores of a task and is slow."""
+    2408.00118); ``None`` caps nothing."""
+    alibi_slopes: Tensor | None = None
+    """``[num_heads]`` or ``[batch, num_heads]``, of a floating dtype, on the device of the query:
+    ``-slope * abs(i + seqlen_kv - seqlen_q - j)`` is added to the score of query i and key j
+    (ALiBi, arXiv 2108.12409). Must not require gradients."""
+    bias: Tensor | None = None
+    """Added to the scores: float64, float32, bfloat16 or float16, broadcastable to ``[batch,
+    num_heads, seqlen_q, seqlen_kv]``, on the device of the query. May require gradients."""
+    score_mod: ScoreMod | None = None
+    """Function of score, batch element, query head, query and key, scalar tensors, that returns
+    another score, as of PyTorch's FlexAttention. Tensors of its closure may require gradients."""
 
 
-def take_apart(scores: Scores | None) -> tuple[Tensor | None, float | None]:
-    """Return sinks and soft cap, or raise TypeError; both are ``None`` without scores."""
+def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float | None, bool, Any]:
+    """Return the scores for the arguments of an operator, or raise TypeError.
+
+    Returns:
+        Sinks, slopes and bias; the soft cap; whether the gradient of the bias is required; and the
+        score function, which no operator takes.
+    """
+    if scores is None:
+        return (None, None, None), None, False, None
+    if not isinstance(scores, Scores):
+        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    tensors = scores.sinks, scores.alibi_slopes, scores.bias
+    return tensors, scores.softcap, requires_grad(scores.bias), scores.score_mod
+
+
+def check_scores(
+    scores: Scores | None, query: Tensor, seqlen_kv: int | None
+) -> tuple[Tensor | None, ScoreTerms | None]:
+    """Return the sinks and the terms of a call, ``None`` without any.
+
+    Args:
+        scores: The argument.
+        query: The checked query, ``[batch, num_heads, seqlen_q, head_dim]``.
+        seqlen_kv: Number of keys; ``None`` if it is not known.
+
+    Raises:
+        TypeError: An option has the wrong type or dtype.
+        ValueError: An option does not fit the tensors.
+    """
     if scores is None:
         return None, None
     if not isinstance(scores, Scores):
         raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
-    return scores.sinks, scores.softcap
+    sinks = _check_tensor("sinks", scores.sinks, query)
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(
+            f"scores.sinks must be [num_heads], [{query.shape[1]}], got {list(sinks.shape)}"
+        )
+    seqlen_q = query.shape[2]
+    terms = ScoreTerms(
+        softcap=_check_softcap(scores.softcap),
+        alibi_slopes=_check_slopes(scores.alibi_slopes, query),
+        bias=_check_bias(scores.bias, query, seqlen_kv),
+        score_mod=_check_score_mod(scores.score_mod),
+        distance=0 if seqlen_kv is None else seqlen_kv - seqlen_q,
+        captured=_captured_leaves(scores.score_mod),
+        bias_requires_grad=requires_grad(scores.bias),
+    )
+    return sinks, terms if terms.names else None
+
+
+def _captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
+    """Return the tensors that a score function reads and whose gradients are required."""
+    if score_mod is None or not torch.is_grad_enabled():
+        return ()
+    found = {id(each): each for each in captured_tensors(score_mod) if each.requires_grad}
+    return tuple(found.values())
+
+
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Return whether autograd records operations on a tensor."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return a tensor of the scores, or raise TypeError or ValueError."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"scores.{name} must be a tensor or None, got {type(tensor).__name__}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = plain_value(f"scores.{name}", tensor)
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"scores.{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
+        )
+    if tensor.device != query.device:
+        raise ValueError(
+            f"scores.{name} must be on the device of query, {query.device}, got {tensor.device}"
+        )
+    return tensor
+
+
+def _check_softcap(softcap: float | None) -> float:
+    """Return the soft cap of a call, 0 for none, or raise TypeError or ValueError."""
+    if softcap is None:
+        return 0.0
+    number = to_float(softcap, "scores.softcap must be a number or None")
+    if not 0 < number < math.inf:
+        raise ValueError(f"scores.softcap must be positive and finite, got {softcap}")
+    return number
+
+
+def _check_slopes(slopes: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the slopes of ALiBi, float32 ``[1 or batch, num_heads]``."""
+    slopes = _check_tensor("alibi_slopes", slopes, query)
+    if slopes is None:
+        return None
+    batch, num_heads, *_ = query.shape
+    if tuple(slopes.shape) not in ((num_heads,), (1, num_heads), (batch, num_heads)):
+        raise ValueError(
+            f"scores.alibi_slopes must be [num_heads] or [batch, num_heads], [{num_heads}] or "
+            f"[{batch}, {num_heads}], got {list(slopes.shape)}"
+        )
+    if requires_grad(slopes):
+        raise ValueError(
+            "scores.alibi_slopes must not require gradients: detach them, or pass "
+            "score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()"
+        )
+    return slopes.detach().float().view(-1, num_heads)
+
+
+def _check_bias(bias: Tensor | None, query: Tensor, seqlen_kv: int | None) -> Tensor | None:
+    """Return the bias of a call with four dimensions, or raise TypeError or ValueError."""
+    if isinstance(bias, Tensor) and bias.dtype == torch.bool:
+        raise TypeError(
+            "scores.bias must be floating-point, got torch.bool: pass "
+            "pattern=cqs.patterns.from_mask(mask)"
+        )
+    bias = _check_tensor("bias", bias, query)
+    if bias is None:
+        return None
+    found = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    wanted = *query.shape[:3], found[-1] if seqlen_kv is None else seqlen_kv
+    if bias.ndim > 4 or any(
+        size not in (1, most) for size, most in zip(found, wanted, strict=True)
+    ):
+        raise ValueError(
+            "scores.bias must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
+            f"{list(wanted)}, got {list(bias.shape)}"
+        )
+    return bias.view(found) if bias.ndim < 4 else bias
+
+
+def _check_score_mod(score_mod: Any) -> Any:
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"scores.score_mod must be a function or None, got {score_mod!r}")
+    return score_mod
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ class Backend:
     name: str
     """Name of the backend, the value of ``backend=``."""
     supports_dropout = False
-    supports_softcap = False
+    supported_terms: frozenset[str] = frozenset()
+    """Names of the score terms that the backend supports, see :attr:`ScoreTerms.names`."""
     supports_patterns = False
     """Whether the backend supports calls with a mask, into which sparse patterns are cut."""
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
+from cqs.problem.score_terms import ScoreTerms
 from cqs.worker.backend import Backend
 from cqs.worker.cpu import CPU
 from cqs.worker.cudnn import CUDNN
@@ -52,7 +53,7 @@ def choose_backend(
     backend: str | None = None,
     dropout: Dropout | None = None,
     pattern: Pattern | BoundPattern | None = None,
-    softcap: float = 0.0,
+    terms: ScoreTerms | None = None,
     best_first: Iterable[str] = BACKENDS,
 ) -> Backend:
     """Return the backend to use for these tensors.
@@ -64,7 +65,7 @@ def choose_backend(
         backend: Name of the only candidate, or None to try ``best_first``.
         dropout: Dropout that the backend must support, or None.
         pattern: Sparse pattern that the backend must support, or None.
-        softcap: Soft cap that the backend must support, or 0.
+        terms: Score terms that the backend must support, or None.
         best_first: Names of the candidates, in the order of preference.
 
     Raises:
@@ -78,8 +79,8 @@ def choose_backend(
             return "does not support dropout"
         if pattern is not None and not found.supports_patterns:
             return "does not support sparse patterns"
-        if softcap and not found.supports_softcap:
-            return "does not support a soft cap"
+        if terms is not None and (missing := terms.names - found.supported_terms):
+            return f"does not support scores with {', '.join(sorted(missing))}"
         return found.why_not(query, key, value)
 
     if backend is not None:

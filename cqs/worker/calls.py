@@ -107,13 +107,13 @@ class Call(NamedTuple):
         return torch.from_numpy(self.view.to_mask()).to(device)
 
 
-def make_calls(block_row: BlockRow, backend: CallBackend) -> Iterator[tuple[Call, bool]]:
+def make_calls(block_row: BlockRow, *, joins_calls: bool) -> Iterator[tuple[Call, bool]]:
     """Yield the calls of a block row, and whether each is the first of all its query rows.
 
-    Calls of one shape are joined if the backend supports it. Otherwise every view without bits is
-    cut into strips, and no call is causal.
+    Calls of one shape are joined if ``joins_calls``. Otherwise every view without bits is cut into
+    strips, and no call is causal.
     """
-    if backend.joins_calls:
+    if joins_calls:
         calls = list(_join(call for view in block_row.views for call in _cut(view)))
     else:
         calls = [call for view in block_row.views for call in _strips(view)]
@@ -154,7 +154,8 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
         query.new_zeros((*shape, value.shape[-1]), dtype=dtype),
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
-    for call, is_first in make_calls(block_row, backend):
+    joins_calls = backend.joins_calls and operands.terms is None
+    for call, is_first in make_calls(block_row, joins_calls=joins_calls):
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend_call(backend, call.operands(of_call, place))
@@ -186,7 +187,8 @@ def add_call_gradients(
     *outputs, lse = of_queries
     of_queries = *outputs, lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
-    for call, _ in make_calls(block_row, backend):
+    joins_calls = backend.joins_calls and operands.terms is None
+    for call, _ in make_calls(block_row, joins_calls=joins_calls):
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
             rows = (call.of_queries(each, place) for each in of_queries)
@@ -209,15 +211,9 @@ def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> Non
         is_wanted: Rows to recompute, bool ``[batch, num_heads, seqlen_q]``.
         operands: Tensors and options of the call.
     """
-    query, key, _, is_causal, _, visible, *_ = operands
     rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
-    keys = torch.arange(key.shape[2])
-    for strip in rows.split(max(_SCORES // (query.shape[0] * query.shape[1] * len(keys)), 1)):
-        seen = keys <= strip.unsqueeze(-1) if is_causal else None
-        if visible is not None:
-            seen = visible[strip]
-        part = operands._replace(query=query[:, :, strip], is_causal=False, visible=seen)
-        again = REFERENCE.attend(part)
+    for strip in rows.split(max(_SCORES // operands.scores_of_row, 1)):
+        again = REFERENCE.attend(operands.rows(strip))
         wanted = is_wanted[:, :, strip]
         where = wanted.nonzero(as_tuple=True)
         place = where[0], where[1], strip[where[2]]
@@ -236,12 +232,14 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
 
 def _with_options(operands: TaskOperands, call: Call) -> Operands:
     """Return all rows of the operands with the mask and the dropped pairs of one call."""
-    query, key, value, _, scale, dropout, bits, softcap = operands
+    query, key, value, _, scale, dropout, bits, terms = operands
     visible = call.visible(query.device)
-    of_call = Operands(query, key, value, call.is_causal, scale, visible, softcap=softcap)
+    queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
+    if terms is not None:
+        terms = terms.select(queries, keys)
+    of_call = Operands(query, key, value, call.is_causal, scale, visible, terms=terms)
     if dropout is None or bits is None:
         return of_call
-    queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
     bits = DropoutBits(bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys])
     return of_call._replace(kept=dropout.kept(bits), keep_scale=dropout.scale)
 

@@ -129,7 +129,7 @@ def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: Cal
     While a call computes, what the one before returned is still there.
     """
     before = peak = 0
-    for call, is_first in make_calls(block_row, backend):
+    for call, is_first in make_calls(block_row, joins_calls=backend.joins_calls):
         rows, num_calls = shape.batch * shape.num_heads * len(call.view.queries), 1
         if call.number > 1:
             num_calls = shape.batch * shape.num_heads // shape.kv_heads

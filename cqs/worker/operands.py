@@ -1,11 +1,12 @@
 """Operands of one call, requirements of fused kernels on them, and conversions to meet these."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqs.problem.dropout import Dropout, DropoutBits
+from cqs.problem.score_terms import PairTerms
 from cqs.worker.work import Work
 
 _MAX_GRID = 65535
@@ -30,8 +31,8 @@ class TaskOperands(NamedTuple):
     """Dropout of the attention probabilities, or ``None``."""
     dropout_bits: DropoutBits | None = None
     """Random bits of the tensors' rows; required with ``dropout``."""
-    softcap: float = 0.0
-    """Soft cap of the scores, 0 for none."""
+    terms: PairTerms | None = None
+    """What else changes the scores, of the tensors' rows, or ``None``."""
 
 
 class Operands(NamedTuple):
@@ -55,8 +56,27 @@ class Operands(NamedTuple):
     all. Dropout does not change the LSE."""
     keep_scale: float = 1.0
     """Factor on the probabilities of the pairs that dropout keeps."""
-    softcap: float = 0.0
-    """Soft cap of the scores, 0 for none."""
+    terms: PairTerms | None = None
+    """What else changes the scores, of the tensors' rows, or ``None``."""
+
+    @property
+    def scores_of_row(self) -> int:
+        """Number of scores of a query in all batch elements and heads."""
+        return self.query.shape[0] * self.query.shape[1] * self.key.shape[2]
+
+    def rows(self, rows: Any) -> "Operands":
+        """Return the operands of some queries, a slice or int64 indices."""
+        visible = None if self.visible is None else self.visible[rows]
+        if self.is_causal:
+            keys = torch.arange(self.key.shape[2], device=self.key.device)
+            visible = keys <= keys[rows].unsqueeze(-1)
+        return self._replace(
+            query=self.query[:, :, rows],
+            is_causal=False,
+            visible=visible,
+            kept=None if self.kept is None else self.kept[:, :, rows],
+            terms=self.terms and self.terms.select(rows),
+        )
 
 
 def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range) -> str | None:

@@ -10,12 +10,18 @@ from cqs.partial import Partial, lse_dtype, weighted_sum
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands
 
+_SCORES = 2**24
+"""Most scores of a strip, if one row has fewer."""
+
 
 class _Reference(CallBackend):
     """The definition in plain PyTorch; supports everything that the public interface accepts."""
 
     name = "reference"
-    supports_dropout = supports_patterns = supports_softcap = True
+    supports_dropout = supports_patterns = True
+    supported_terms = frozenset(
+        ("softcap", "alibi_slopes", "bias", "gradient of bias", "score_mod")
+    )
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return None
@@ -23,11 +29,14 @@ class _Reference(CallBackend):
     def attend(self, operands: Operands) -> Partial:
         """Compute ``softmax(scale * query @ key^T) @ value`` and its LSE in plain PyTorch.
 
-        A soft cap c replaces each score s by ``c * tanh(s / c)``.
+        Score terms, if any, apply to the scores before the softmax.
 
         The computation is in float32 (float64 for float64 tensors) and stores the whole score
-        matrix: O(seqlen_q * seqlen_kv) memory.
+        matrix: O(seqlen_q * seqlen_kv) memory. With score terms it stores strips of the matrix.
         """
+        if strips := _strips(operands):
+            parts = [self.attend(operands.rows(rows)) for rows in strips]
+            return Partial(*(torch.cat(each, dim=2) for each in zip(*parts, strict=True)))
         query, _, value, is_causal, _, visible, kept, keep_scale, _ = operands
         scores_BGRQK = _scores(operands)
         dtype = scores_BGRQK.dtype
@@ -53,25 +62,47 @@ class _Reference(CallBackend):
         probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
         ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
         """
-        query, key, value, _, scale, _, kept, keep_scale, softcap = operands
-        scores_BGRQK = _scores(operands)
+        if strips := _strips(operands):
+            of_queries, sums = [], list[Tensor]()
+            for rows in strips:
+                of_rows = (each[:, :, rows] for each in (grad_output, output, lse))
+                found = self.differentiate(operands.rows(rows), *of_rows)
+                of_queries.append(found[0])
+                sums = list(map(torch.add, sums, found[1:])) if sums else list(found[1:])
+            return torch.cat(of_queries, dim=2), sums[0], sums[1]
+        query, key, value, is_causal, scale, visible, kept, keep_scale, terms = operands
+        scores_BGRQK = _scaled(operands)
         dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
         key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))
         query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
             tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
         )
         blind_BGRQ = lse_BGRQ == -torch.inf
-        p_BGRQK = (scores_BGRQK - lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)).exp()
+        lse_BGRQ1 = lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)
         delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
         grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
-        kept_BGRQK = p_BGRQK
+        factors_BGRQK: Tensor | float = 1.0
         if kept is not None:
-            factors_BGRQK = keep_scale * kept.view_as(p_BGRQK).to(dtype)
-            grad_p_BGRQK, kept_BGRQK = grad_p_BGRQK * factors_BGRQK, p_BGRQK * factors_BGRQK
-        grad_scores_BGRQK = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
-        if softcap:  # 1 - tanh^2, which is 0 where a pair is masked out
-            tanh_BGRQK = scores_BGRQK.clamp_(min=-softcap) / softcap
-            grad_scores_BGRQK = grad_scores_BGRQK * (1 - tanh_BGRQK * tanh_BGRQK)
+            factors_BGRQK = keep_scale * kept.view_as(scores_BGRQK).to(dtype)
+            grad_p_BGRQK = grad_p_BGRQK * factors_BGRQK
+        kept_BGRQK = scores_BGRQK
+
+        def grad_of(scores_BGRQK: Tensor) -> Tensor:
+            nonlocal kept_BGRQK
+            masked_BGRQK = _mask_out(scores_BGRQK, is_causal, visible)
+            p_BGRQK = (masked_BGRQK - lse_BGRQ1).exp()
+            kept_BGRQK = p_BGRQK if kept is None else p_BGRQK * factors_BGRQK
+            gradient: Tensor = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
+            return gradient
+
+        if terms is None:
+            grad_scores_BGRQK = grad_of(scores_BGRQK)
+        else:
+            shape = scores_BGRQK.shape
+            of_heads = terms.differentiate(
+                scores_BGRQK.flatten(1, 2), lambda scores: grad_of(scores.view(shape)).flatten(1, 2)
+            )
+            grad_scores_BGRQK = of_heads.view(shape)
         return (
             scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
             scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
@@ -79,16 +110,37 @@ class _Reference(CallBackend):
         )
 
 
+def _strips(operands: Operands) -> list[slice]:
+    """Return the queries of each strip of a call with score terms; none if one strip suffices."""
+    number, seqlen_q = max(_SCORES // operands.scores_of_row, 1), operands.query.shape[2]
+    if operands.terms is None or seqlen_q <= number:
+        return []
+    return [slice(first, first + number) for first in range(0, seqlen_q, number)]
+
+
 def _scores(operands: Operands) -> Tensor:
-    query, key, _, is_causal, scale, visible, *_, softcap = operands
+    """Return the scores after all terms and the mask, ``[B, G, R, Q, K]``."""
+    scores_BGRQK = _scaled(operands)
+    if operands.terms is not None:
+        scores_BHQK = operands.terms.apply(scores_BGRQK.flatten(1, 2))
+        scores_BGRQK = scores_BHQK.view_as(scores_BGRQK)
+    return _mask_out(scores_BGRQK, operands.is_causal, operands.visible)
+
+
+def _scaled(operands: Operands) -> Tensor:
+    """Return ``scale * query @ key^T``, ``[B, G, R, Q, K]``."""
+    query, key, _, _, scale, *_ = operands
     dtype = lse_dtype(query.dtype)
     query_BGRQD = query.to(dtype).unflatten(1, (key.shape[1], -1))
     scores_BGRQK: Tensor = scale * query_BGRQD @ key.to(dtype).unsqueeze(2).mT
-    if softcap:
-        scores_BGRQK.div_(softcap).tanh_().mul_(softcap)
-    if is_causal or visible is not None:
-        scores_BGRQK.masked_fill_(_masked_out(scores_BGRQK, is_causal, visible), -torch.inf)
     return scores_BGRQK
+
+
+def _mask_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
+    """Set the scores of pairs that are masked out to -inf, in place."""
+    if is_causal or visible is not None:
+        scores.masked_fill_(_masked_out(scores, is_causal, visible), -torch.inf)
+    return scores
 
 
 def _masked_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:

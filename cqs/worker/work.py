@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from cqs.patterns import BoundPattern
 from cqs.patterns.views import View
+from cqs.ranges import rows_of
 from cqs.scheduler import Step
-from cqs.worker.held_tokens import rows_of
 
 
 class BlockRow(NamedTuple):

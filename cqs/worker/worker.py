@@ -10,11 +10,13 @@ from cqs.partial import Gradients, Partial, lse_dtype, merge_partials, merge_row
 from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.problem.dropout import Dropout
+from cqs.problem.score_terms import ScoreTerms
+from cqs.ranges import rows_of
 from cqs.scheduler import Step
 from cqs.worker.backend import Backend, CallBackend, TaskBackend
 from cqs.worker.backends import BACKENDS, BEST_FOR_WHOLE_CALLS, choose_backend
 from cqs.worker.calls import add_call_gradients, attend_call, attend_calls, lse_for_gradients
-from cqs.worker.held_tokens import HeldTokens, rows_of
+from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE
 from cqs.worker.work import make_work
@@ -43,8 +45,8 @@ class Worker:
     """Pattern that masks pairs of the steps, or ``None``."""
     chosen: Backend | None = None
     """What :meth:`choose_backend` has returned, if all steps are to use it."""
-    softcap: float = 0.0
-    """Soft cap of the scores, 0 for none."""
+    terms: ScoreTerms | None = None
+    """What else changes the scores, or ``None``."""
 
     @classmethod
     def of(
@@ -66,8 +68,8 @@ class Worker:
         chosen = None
         if steps is not None:
             tensors = problem.query, problem.key, problem.value
-            chosen = choose_backend(*tensors, *options, problem.softcap, _best_first(steps))
-        return cls(problem.scale, *options, chosen, problem.softcap)
+            chosen = choose_backend(*tensors, *options, problem.terms, _best_first(steps))
+        return cls(problem.scale, *options, chosen, problem.terms)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
@@ -84,7 +86,7 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options. The
                 message gives the reason.
         """
-        options = self.backend, self.dropout, self.pattern, self.softcap
+        options = self.backend, self.dropout, self.pattern, self.terms
         return choose_backend(query, key, value, *options, _best_first(steps))
 
     def run_steps(
@@ -237,7 +239,10 @@ class Worker:
             bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
         tensors = query.joined(), key.joined(), value.joined()
-        return TaskOperands(*tensors, work, self.scale, dropout, bits, self.softcap)
+        terms = None
+        if self.terms is not None:
+            terms = self.terms.of_pairs(query.sample.device, query.ranges, key.ranges)
+        return TaskOperands(*tensors, work, self.scale, dropout, bits, terms)
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
@@ -271,7 +276,10 @@ class Worker:
         if self.dropout is not None:
             kept = self.dropout.kept(self.dropout.random_bits(query, [queries], keys))
             keep_scale = self.dropout.scale
-        options = None, kept, keep_scale, self.softcap
+        terms = None
+        if self.terms is not None:
+            terms = self.terms.of_pairs(query.device, [queries], keys)
+        options = None, kept, keep_scale, terms
         operands = Operands(query, key, value, is_causal, self.scale, *options)
         return backend if key.shape[2] >= backend.least_keys else REFERENCE, operands
 

@@ -16,6 +16,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_is_pattern, check_problem
+from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler.cost_model import Links, why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
@@ -46,20 +47,24 @@ def _attention_in_graph(
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
-) -> Tensor | AttentionOutput:
+) -> Any:
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
-    sinks, softcap = take_apart(scores)
+    of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
+    if score_mod is not None:
+        return NotImplemented
+    sinks = of_scores[0]
     output, lse, _ = _operator(
         *shards,
-        sinks,
+        *of_scores,
         handle_of(pattern),
         seed_of(dropout_p, seed),
         seed is None,
         is_causal,
         scale,
         softcap,
+        bias_requires_grad,
         dropout_p,
         str(head_parallel),
         num_chunks,
@@ -69,7 +74,8 @@ def _attention_in_graph(
         return_lse,
         verify,
         "" if joined is None else joined.group_name,
-        torch.is_grad_enabled()
+        bias_requires_grad
+        or torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in (*shards, sinks)),
         place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
     )
@@ -126,9 +132,11 @@ def attention(
         dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
-        scores: Sinks and soft cap, the same on all ranks; see :class:`cqs.Scores`. The gradient of
-            sinks is that of this rank's queries, as with any parameter of which every rank has a
-            copy.
+        scores: Sinks, soft cap, ALiBi or a score function, the same on all ranks, and a bias of
+            this rank's queries, broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; see
+            :class:`cqs.Scores`. The gradients of sinks, of a bias with one row for all queries, and
+            of tensors of the score function are a share; their sum over the ranks is the gradient,
+            as with any parameter of which every rank has a copy.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
             each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
             plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
@@ -324,9 +332,8 @@ class PreparedAttention:
         with errors_shared(group):
             (query, key, value), mesh = to_local(query, key, value)
             scale, dropout_p = values["scale"], values["dropout_p"]
-            problem = check_problem(
-                query, key, value, scale=scale, dropout_p=dropout_p, seed=seed, scores=scores
-            )
+            options = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
+            problem = check_problem(query, key, value, scale=scale, is_shard=True, **options)
             found = _of_tensors(query, problem)
             for name in _FIXED:
                 if found[name] != values[name]:
@@ -342,7 +349,7 @@ class PreparedAttention:
 
 _FIXED = (
     *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    *("dtype", "device", "has_sinks", "softcap"),
+    *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
 )
 """Values of a call's tensors that are the same in all calls of a :class:`PreparedAttention`."""
 
@@ -355,6 +362,7 @@ def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
         problem: The checked problem.
     """
     shape, key, value = problem.query.shape, problem.key, problem.value
+    terms = problem.terms or ScoreTerms()
     return {
         "batch": shape[0],
         "num_heads": shape[1],
@@ -364,7 +372,9 @@ def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
         "dtype": query.dtype,
         "device": query.device.type,
         "has_sinks": problem.sinks is not None,
-        "softcap": problem.softcap,
+        "softcap": terms.softcap,
+        "score_terms": tuple(sorted(terms.names)),
+        "bias": None if terms.bias is None else (*terms.bias.shape[:2], terms.bias.shape[3]),
         "requires_grad": problem.requires_grad,
         "is_captured": is_captured(query.device),
     }
@@ -395,9 +405,8 @@ def _check(
     Returns:
         The problem of this rank's shards, and the arguments that must be equal on all ranks.
     """
-    problem = check_problem(
-        query, key, value, scale=scale, dropout_p=dropout_p, seed=seed, scores=scores
-    )
+    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
+    problem = check_problem(query, key, value, scale=scale, is_shard=True, **options)
     check_backend_name(backend)
     if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
         raise ValueError(f"query must be on a device of the group ({config}), got {query.device}")

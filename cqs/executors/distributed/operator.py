@@ -25,6 +25,8 @@ class Options(NamedTuple):
 
     sinks: Tensor | None
     """``[num_heads]``, see :class:`cqs.Scores`."""
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
     pattern: Tensor | None
     """Handle of the pattern."""
     seed: Tensor | None
@@ -34,6 +36,7 @@ class Options(NamedTuple):
     is_causal: bool
     scale: float | None
     softcap: float | None
+    bias_requires_grad: bool
     dropout_p: float
     head_parallel: str
     num_chunks: int | None
@@ -55,13 +58,15 @@ _INCLUDED_KEYS = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED_KEYS = torch._C._dispatch_tls_local_exclude_set()
 
 _SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? pattern, Tensor? seed, "
-    "bool is_drawn, bool is_causal, float? scale, float? softcap, float dropout_p, "
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? slopes, Tensor? bias, "
+    "Tensor? pattern, Tensor? seed, bool is_drawn, bool is_causal, float? scale, float? softcap, "
+    "bool bias_requires_grad, float dropout_p, "
     "str head_parallel, int? num_chunks, str? plan, float[]? links, str? backend, "
     "bool return_lse, bool verify, str group, bool keeps, int place"
 )
 _SCHEMA_BACKWARD = (
-    "Tensor grad_output, Tensor state, Tensor? sinks, SymInt[] query, SymInt[] key, SymInt[] value"
+    "Tensor grad_output, Tensor state, Tensor? sinks, Tensor? bias, SymInt[] query, SymInt[] key, "
+    "SymInt[] value"
 )
 
 
@@ -79,9 +84,18 @@ def define_operator(attend: Callable[..., Any]) -> Any:
     """
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, ...]:
-        chosen, given = Options(*options), [query, key, value]
-        given += [] if chosen.sinks is None else [chosen.sinks]
-        tensors = [each.detach().requires_grad_(chosen.keeps) for each in given]
+        chosen = Options(*options)
+        sinks, bias = (
+            None if each is None else each.detach().requires_grad_(chosen.keeps and is_required)
+            for each, is_required in (
+                (chosen.sinks, True),
+                (chosen.bias, chosen.bias_requires_grad),
+            )
+        )
+        tensors = [
+            *(each.detach().requires_grad_(chosen.keeps) for each in (query, key, value)),
+            *(each for each in (sinks, bias) if each is not None),
+        ]
         # A compiled graph may reuse the memory of these tensors, and of the results.
         borrowed, kept = set(map(_memory_of, tensors)), set()
 
@@ -95,14 +109,15 @@ def define_operator(attend: Callable[..., Any]) -> Any:
             saved_tensors_hooks(keep, lambda saved: saved),
             at_place(chosen.place),
         ):
-            scores = Scores(tensors[3] if len(tensors) > 3 else None, chosen.softcap)
+            scores = Scores(sinks, chosen.softcap, chosen.alibi_slopes, bias)
             found = attend(*tensors[:3], scores=scores, **_arguments(chosen))
         output, lse = found if chosen.return_lse else (found, None)
         if lse is None:
             lse = output.new_zeros(output.shape[:3], dtype=lse_dtype(output.dtype))
         state = torch.zeros(1, dtype=torch.float64)
         if chosen.keeps:
-            state = torch.from_numpy(new_handle((tensors, output)))
+            leaves = [each for each in tensors if each.requires_grad]
+            state = torch.from_numpy(new_handle((leaves, output)))
         results = (
             each.clone() if _memory_of(each) in kept else each.contiguous()
             for each in (output.detach(), lse)
@@ -114,39 +129,55 @@ def define_operator(attend: Callable[..., Any]) -> Any:
         return *_answer_of(query, key, value), state
 
     def backward(
-        grad_output: Tensor, state: Tensor, sinks: Tensor | None, *shapes: list[int]
+        grad_output: Tensor,
+        state: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        *shapes: list[int],
     ) -> tuple[Tensor, ...]:
-        tensors, output = read_handle(state.numpy())
-        gradients = torch.autograd.grad(output, tensors, grad_output, retain_graph=True)
-        if sinks is None:
-            gradients = *gradients, grad_output.new_empty(0)
+        leaves, output = read_handle(state.numpy())
+        found = iter(torch.autograd.grad(output, leaves, grad_output, retain_graph=True))
+        gradients = [next(found) for _ in shapes]
+        for each in (sinks, bias):
+            gradients.append(grad_output.new_empty(0) if each is None else next(found))
         return tuple(map(Tensor.contiguous, gradients))
 
     def check_backward(
-        grad_output: Tensor, state: Tensor, sinks: Tensor | None, *shapes: Any
+        grad_output: Tensor,
+        state: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        *shapes: Any,
     ) -> tuple[Tensor, ...]:
-        of_sinks = grad_output.new_empty(0) if sinks is None else torch.empty_like(sinks)
-        return *map(grad_output.new_empty, shapes), of_sinks
+        of_scores = (
+            grad_output.new_empty(0) if each is None else each.new_empty(each.shape)
+            for each in (sinks, bias)
+        )
+        return *map(grad_output.new_empty, shapes), *of_scores
 
     define: Any = torch.library.custom_op
     tags: dict[str, Any] = {"mutates_args": (), "tags": HOST_TAGS}
     schema = f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     operator = define("cqs::sharded_attention", forward, schema=schema, **tags)
-    schema = f"({_SCHEMA_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor)"
+    schema = f"({_SCHEMA_BACKWARD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     differentiate = define("cqs::sharded_attention_backward", backward, schema=schema, **tags)
     operator.register_fake(check)
     differentiate.register_fake(check_backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(output[2], inputs[3])
+        bias = inputs[5] if Options(*inputs[3:]).bias_requires_grad else None
+        ctx.save_for_backward(output[2], inputs[3], bias)
         ctx.mark_non_differentiable(*output[1:])
         ctx.shapes = [each.shape for each in inputs[:3]]
 
     def differentiate_saved(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
-        state, sinks = ctx.saved_tensors
-        *gradients, of_sinks = differentiate(grad_output, state, sinks, *ctx.shapes)
-        of_sinks = None if sinks is None else of_sinks
-        return *gradients, of_sinks, *[None] * (len(Options._fields) - 1)
+        state, sinks, bias = ctx.saved_tensors
+        found = differentiate(grad_output, state, sinks, bias, *ctx.shapes)
+        of_sinks, of_bias = (
+            None if each is None else gradient
+            for each, gradient in zip((sinks, bias), found[3:], strict=True)
+        )
+        return *found[:3], of_sinks, None, of_bias, *[None] * (len(Options._fields) - 3)
 
     operator.register_autograd(differentiate_saved, setup_context=save)
     return operator
@@ -155,7 +186,10 @@ def define_operator(attend: Callable[..., Any]) -> Any:
 def _arguments(chosen: Options) -> dict[str, Any]:
     """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
     arguments = chosen._asdict()
-    names = "is_drawn", "keeps", "place", "sinks", "softcap", "seed"
+    names = (
+        *("is_drawn", "keeps", "place", "sinks", "alibi_slopes", "bias", "softcap"),
+        *("bias_requires_grad", "seed"),
+    )
     is_drawn, *_, seed = map(arguments.pop, names)
     if seed is not None:
         arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)

@@ -1,6 +1,6 @@
 """Calls on a process group that share a signature: their plans and routing tables, made once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import Agreement, Request, Shards, calls_on
-from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.layout import Layout, cut_shards, lay_out
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.transport.transfer import Pass, Transport
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
@@ -23,6 +24,7 @@ from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem, check_pattern
+from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
 from cqs.worker import Worker
@@ -116,7 +118,8 @@ class PreparedCalls:
 
         # Dropout has another seed in every call. A CUDA graph must not capture work for other
         # lengths.
-        is_alike = problem.dropout is None and not self.values["is_captured"]
+        has_blocks = problem.terms is not None and problem.terms.bias is not None
+        is_alike = problem.dropout is None and not (has_blocks or self.values["is_captured"])
         predicted = self._predicted.get(own[:2]) if is_alike else None
         try:
             if predicted is not None:
@@ -133,26 +136,43 @@ class PreparedCalls:
     def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: Pass) -> Partial:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
+        problem = placement.bind(problem, shards.seed)
+        if problem.terms is not None and (bias := problem.terms.bias) is not None:
+            if not has_own_rows(group, bias, problem.query.shape[2]):
+                problem = replace(problem, terms=replace(problem.terms, held=None))
         keep, verify = values["requires_grad"], values["verify"]
         with_lse = values["return_lse"] or verify or (keep and problem.sinks is not None)
-        problem = placement.bind(problem, shards.seed)
 
         def attend(part: Problem) -> Attended:
-            task = self._lay_out(placement, part)
+            task, terms = self._lay_out(placement, part), None
             # Raises on all ranks or on none.
-            chosen = task.worker.choose_backend(part.query, part.key, part.value)
+            worker = replace(task.worker, terms=part.terms)
+            chosen = worker.choose_backend(part.query, part.key, part.value)
             observed = task.layout.plan, part.num_bytes, lambda: chosen.name
+            if part.terms is not None:
+                layouts = placement.layouts(part, values) if part.terms.held else []
+                terms = RankTerms(group, part.terms, task.layout, layouts)
+            shapes = [tensor.shape for tensor in (part.query, part.key, part.value)]
             with observe("forward", *observed):
-                attended = task.attend(part, with_lse=with_lse, keep=keep, of_pass=of_pass)
-            compute = attended.differentiate  # without the tensors: autograd decides how long
+                of_task, bias = None, tuple[Tensor, ...]()
+                if terms is not None and part.terms is not None:
+                    of_task, bias = terms.gather(part.terms)
+                answer, kept = task.attend(
+                    part, of_task, with_lse=with_lse, keep=keep, of_pass=of_pass
+                )
 
-            def differentiate(kept: Kept, grad_output: Tensor) -> Gradients:
+            def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
+                kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
+                of_task = None if terms is None else terms.with_sums(bias, sums)
+                compute = partial(task.differentiate, shapes, kept, grad_output, of_task)
                 with observe("backward", *observed):
-                    return _differentiate(
-                        group, of_pass.number, partial(compute, kept, grad_output)
-                    )
+                    gradients = _differentiate(group, of_pass.number, compute)
+                    if terms is not None and of_task is not None:
+                        terms.return_sums(of_task, sums)
+                    return gradients
 
-            return attended._replace(differentiate=differentiate)
+            num_bias = len(bias)
+            return Attended(answer, (*kept, *bias), differentiate)
 
         answer = attend_differentiably(problem, attend)
         if verify:
@@ -217,15 +237,46 @@ class _Placement:
     def bind(self, problem: Problem, seed: int) -> Problem:
         """Return a problem with the mask of the whole sequence and the seed of rank 0."""
         dropout = problem.dropout and replace(problem.dropout, seed=seed)
-        return replace(problem, is_causal=self.is_causal, pattern=self.pattern, dropout=dropout)
+        terms = problem.terms
+        if terms is not None:
+            terms = self._bind_terms(terms)
+        return replace(
+            problem, is_causal=self.is_causal, pattern=self.pattern, dropout=dropout, terms=terms
+        )
+
+    def _bind_terms(self, terms: ScoreTerms) -> ScoreTerms:
+        """Return score terms with the positions of the rows and columns of their bias."""
+        num_queries, num_keys = sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv)
+        terms = replace(terms, distance=num_keys - num_queries)
+        if terms.bias is None:
+            return terms
+        if terms.bias.shape[3] not in (1, num_keys):
+            raise ValueError(
+                "scores.bias must have the columns of the whole sequence, 1 or "
+                f"{num_keys}, got {terms.bias.shape[3]}"
+            )
+        queries = cut_shards(self.shards.seqlens_q)[self.rank]
+        return replace(terms, held=((queries,), (range(num_keys),)))
+
+    def layouts(self, part: Problem, values: Mapping[str, Any]) -> list[Layout]:
+        """Return the layouts of all ranks for a part of the problem."""
+        return [self._lay_out(part, values, rank) for rank in range(len(self.shards.seqlens_q))]
 
     def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
-        """Return this rank's task of a part of the problem, without dropout."""
+        """Return this rank's task of a part of the problem, without dropout and score terms."""
+        pattern = part.pattern
+        bound = None
+        if pattern is not None:
+            bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
+        worker = Worker(part.scale, values["backend"], None, bound)
+        return RankTask(self.transport, self._lay_out(part, values, self.rank), worker)
+
+    def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
         seqlens_q, seqlens_kv, *_ = self.shards
-        layout = lay_out(
+        return lay_out(
             seqlens_q,
             seqlens_kv,
-            self.rank,
+            rank,
             AttentionShape(
                 part.query.shape[1], part.query.shape[3], num_kv_heads=part.key.shape[1]
             ),
@@ -239,10 +290,6 @@ class _Placement:
             machine=self.machine,
             with_gradients=values["requires_grad"],
         )
-        pattern = part.pattern
-        bound = None if pattern is None else pattern.bind(sum(seqlens_q), sum(seqlens_kv))
-        options = part.scale, values["backend"], None, bound
-        return RankTask(self.transport, layout, Worker(*options, softcap=part.softcap))
 
 
 def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -> Gradients:

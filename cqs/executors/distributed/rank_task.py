@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from functools import partial as bind
 
 import torch
 from torch import Tensor
 
-from cqs.executors.autograd import Attended, Kept
+from cqs.executors.autograd import Kept
 from cqs.executors.distributed.exchange import (
     Exchange,
     HeadsOfRanks,
@@ -22,7 +21,9 @@ from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Pass, Transfer, Transport
 from cqs.partial import Gradients, Partial, lse_dtype, merge_rows
 from cqs.problem import Problem
+from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
+from cqs.ranges import moved
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
@@ -44,20 +45,26 @@ class RankTask:
     """Worker for all heads; its dropout mask is that of the whole problem."""
 
     def attend(
-        self, problem: Problem, *, with_lse: bool, keep: bool, of_pass: Pass = _AGREED
-    ) -> Attended:
+        self,
+        problem: Problem,
+        terms: ScoreTerms | None = None,
+        *,
+        with_lse: bool,
+        keep: bool,
+        of_pass: Pass = _AGREED,
+    ) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
         Args:
             problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
+            terms: Score terms of the heads and tokens of this rank's task.
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
             of_pass: The pass; by default one on which the ranks have agreed.
 
         Returns:
-            Output and LSE of this rank's queries, the kept tensors, and the backward function,
-            which also accepts ``of_pass``.
+            Output and LSE of this rank's queries, and the kept tensors.
 
         Raises:
             LostError: Another rank has failed or does not answer (messages only).
@@ -76,7 +83,11 @@ class RankTask:
             incoming = exchange.send_out(on_stream, shards, heads, layout.routes)
             tasks = [
                 ChunkTask(
-                    layout, each, self._worker_of(each), shards, sinks=self._sinks_of(problem, each)
+                    layout,
+                    each,
+                    self._worker_of(each, terms),
+                    shards,
+                    sinks=self._sinks_of(problem, each),
                 )
                 for each in layout.chunks
             ]
@@ -104,14 +115,14 @@ class RankTask:
             add_sinks(answer, problem.sinks)
         if keep and not layout.is_final:
             kept += answer
-        shapes = [tensor.shape for tensor in shards]
-        return Attended(answer, tuple(kept), bind(self._differentiate, shapes))
+        return answer, tuple(kept)
 
-    def _differentiate(
+    def differentiate(
         self,
         shapes: Sequence[torch.Size],
         kept: Kept,
         grad_output: Tensor,
+        terms: ScoreTerms | None = None,
         of_pass: Pass = _AGREED,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
@@ -120,6 +131,7 @@ class RankTask:
             shapes: Shapes of this rank's query, key and value.
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
+            terms: Score terms of this rank's task, with sums.
             of_pass: The pass.
         """
         layout, of_shard = self.layout, [grad_output]
@@ -138,7 +150,7 @@ class RankTask:
             for i, (chunk, transfer) in enumerate(zip(layout.chunks, incoming, strict=True)):
                 with on_stream(i):
                     query, key, value, *own = kept[i * each_kept : (i + 1) * each_kept]
-                    worker, held = self._worker_of(chunk), [query, key, value]
+                    worker, held = self._worker_of(chunk, terms), [query, key, value]
                     task = ChunkTask(layout, chunk, worker, held=held)
                     found = task.compute_gradients(*transfer.wait(), *own)
                     returning.append(exchange.send_back(i, found, layout.routes))
@@ -155,11 +167,15 @@ class RankTask:
         heads = chunk.query_heads[self.layout.rank]
         return problem.sinks[heads.start : heads.stop]
 
-    def _worker_of(self, chunk: HeadChunk) -> Worker:
-        if self.worker.dropout is None:
-            return self.worker
-        first = chunk.query_heads[self.layout.rank].start
-        return replace(self.worker, dropout=self.worker.dropout.moved(0, first))
+    def _worker_of(self, chunk: HeadChunk, terms: ScoreTerms | None) -> Worker:
+        heads, worker = chunk.query_heads[self.layout.rank], self.worker
+        if worker.dropout is not None:
+            worker = replace(worker, dropout=worker.dropout.moved(0, heads.start))
+        if terms is None:
+            return worker
+        of_chunk = moved(heads, -terms.first_head)
+        of_heads = terms.part(slice(None), slice(of_chunk.start, of_chunk.stop))
+        return replace(worker, terms=of_heads)
 
 
 @dataclass

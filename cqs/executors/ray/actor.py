@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -16,7 +17,14 @@ from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks.inputs import Inputs, Sent
-from cqs.executors.ray.tasks.job import Group, MergeCall, RunSettings, TaskCall
+from cqs.executors.ray.tasks.job import (
+    Group,
+    MergeCall,
+    RunSettings,
+    TaskCall,
+    sums_of_task,
+    terms_of_task,
+)
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
 from cqs.version import __version__
@@ -73,8 +81,9 @@ class TaskActor(ShardActor):
             sent: Tensors of the queries, then of the keys, with all tokens that the tasks hold.
 
         Returns:
-            The measurements of each task; if groups are returned, a list of these and of the parts
-            by group, for each list of groups in ``calls``, with blobs in place of tensors.
+            The measurements of each task, with the gradients of its score terms; if groups are
+            returned, a list of these and of the parts by group, for each list of groups in
+            ``calls``, with blobs in place of tensors.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
@@ -89,7 +98,7 @@ class TaskActor(ShardActor):
         reports, returned = [], []
         for call in calls:
             try:
-                report, found = self._run_task(settings, call, sides, begun)
+                report, found, sums = self._run_task(settings, call, sides, begun)
                 returned += [
                     {
                         group: [(rows, self._pack(part)) for rows, part in found[group]]
@@ -101,7 +110,7 @@ class TaskActor(ShardActor):
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
             begun = time.time()
-            reports.append(report)
+            reports.append((report, self._pack(sums)))
             for group in call.kept:
                 parts = found[group]
                 self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
@@ -174,13 +183,17 @@ class TaskActor(ShardActor):
         call: TaskCall,
         sides: Sequence[Sequence[Sent]],
         begun: float,
-    ) -> tuple[TaskReport, dict[Group, list[Part]]]:
+    ) -> tuple[TaskReport, dict[Group, list[Part]], list[Tensor]]:
         task, worker = call.task, settings.worker
+        terms = terms_of_task(settings, call, self._device)
+        worker = replace(worker, terms=terms)
         ranges = task.held_queries, task.held_keys
         groups = [*call.kept, *chain(*call.returned)]
         self._backend = worker.backend
 
         def compute() -> tuple[dict[Group, list[Part]], float, float, int, int]:
+            for total in () if terms is None else terms.sums:
+                total.zero_()  # of an attempt for which memory was short
             held, num_bytes, beside = [], 0, 0
             for is_of_keys in (False, True):
                 tokens, uncounted = self._inputs.hold(
@@ -197,7 +210,8 @@ class TaskActor(ShardActor):
             self._backend = chosen.name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
-            found = settings.of_pass.compute(worker, task, groups, *held)
+            with torch.no_grad():  # tensors of a score function may require gradients
+                found = settings.of_pass.compute(worker, task, groups, *held)
             self._synchronize()
             return found, started, time.perf_counter() - start, num_bytes, beside
 
@@ -218,7 +232,7 @@ class TaskActor(ShardActor):
                 tensor.nbytes for parts in found.values() for _, part in parts for tensor in part
             ),
         )
-        return report, found
+        return report, found, sums_of_task(terms, call)
 
     def _merge_group(
         self,

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -194,7 +195,7 @@ class Cluster:
             scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             dropout_p: Probability that an attention weight is zeroed, see :func:`cqs.attention`.
             seed: Random seed of the dropout mask; ``None`` draws one.
-            scores: Sinks and soft cap; see :class:`cqs.Scores`.
+            scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
             num_tasks: Number of tasks, any positive integer; ``None`` means one per worker, or more
                 if a GPU has too little memory for so large tasks, which the logger ``cqs`` then
                 reports at level INFO. A sharded sequence always has one task per worker.
@@ -245,8 +246,12 @@ class Cluster:
                     f"query must be a sharded sequence of query, key and value, got {number} "
                     "tensors in each shard"
                 )
-            if scores is not None and scores.sinks is not None:
-                _check_needs_no_gradient("scores.sinks", scores.sinks)
+            parts: tuple[tuple[Tensor, ...], ...] = ()
+            if scores is not None:
+                _check_scores_need_no_gradient(scores)
+                if scores.bias is not None:
+                    parts = _bias_of_ranks(scores.bias, query)
+                    options["scores"] = replace(scores, bias=None)
             if dropout_p and seed is None:
                 options["seed"] = draw_seed()  # repeated shards need the same dropout mask
             distributed_options = {
@@ -266,6 +271,7 @@ class Cluster:
                     is_early=not verify,
                 ),
                 [query],
+                parts,
             )
         if head_parallel != "auto":
             raise TypeError(
@@ -382,8 +388,8 @@ class Cluster:
         problem = check_problem(query, key, value, **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
-        if problem.sinks is not None:
-            _check_needs_no_gradient("scores.sinks", problem.sinks)
+        if scores is not None:
+            _check_scores_need_no_gradient(scores)
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
         hooks = {"backend": backend, "verify": verify, "progress": progress}
         compute = self._bind(executor, problem, num_tasks, plan, cancelled=cancelled, **hooks)
@@ -456,6 +462,25 @@ def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
             f"{name} must not require gradients, got requires_grad=True: pass it detached, or call "
             "cluster.attention(query, key, value), which is differentiable"
         )
+
+
+def _check_scores_need_no_gradient(scores: Scores) -> None:
+    for name in ("sinks", "bias"):
+        if (tensor := getattr(scores, name)) is not None:
+            _check_needs_no_gradient(f"scores.{name}", tensor)
+
+
+def _bias_of_ranks(bias: Tensor, query: Sharded) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the rows of a bias of each rank's queries, or its one row for all."""
+    lengths = [shapes[0][2] for shapes in query.shapes]
+    if bias.ndim < 2 or bias.shape[-2] == 1:
+        return tuple((bias,) for _ in lengths)
+    if bias.shape[-2] != sum(lengths):
+        raise ValueError(
+            f"scores.bias must have 1 row or one of each of {sum(lengths)} queries, got "
+            f"{bias.shape[-2]}"
+        )
+    return tuple((rows,) for rows in bias.split(lengths, dim=-2))
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:

@@ -78,7 +78,8 @@ def attention(
             equals that of :func:`cqs.attention` with the same seed.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
-        scores: Sinks, on the CPU, and soft cap; see :class:`cqs.Scores`.
+        scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`. Its
+            tensors are on the CPU, those of a score function on ``device``.
         backend: Name of the kernels, as in :func:`cqs.attention`.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
@@ -130,11 +131,16 @@ def attention(
         raise ValueError(
             "query, key and value must not require gradients with out= or resume=: detach them"
         )
+    if resume is not None and problem.terms is not None and problem.terms.score_mod is not None:
+        raise ValueError(
+            "scores.score_mod must be None with resume=, got a function: another process cannot "
+            "tell whether its function is the same"
+        )
     where = _choose_device(device)
     queries, keys, values = (
         torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked
     )
-    options = backend, problem.dropout, problem.pattern, problem.softcap
+    options = backend, problem.dropout, problem.pattern, problem.terms
     name = choose_backend(queries, keys, values, *options).name
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
@@ -225,7 +231,7 @@ def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> 
         "scale": problem.scale,
         "dropout": repr(problem.dropout),
         **({} if problem.sinks is None else {"sinks": problem.sinks.tolist()}),
-        **({"softcap": problem.softcap} if problem.softcap else {}),
+        **({} if problem.terms is None else problem.terms.identity()),
         "inputs": executor.fingerprints,
         "output": [str(target.path.resolve()), target.offset],
     }

@@ -15,6 +15,7 @@ from cqs.executors.streaming.sources import Source, Target
 from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.partial import Partial, RunningMerge, lse_dtype
 from cqs.problem import Problem
+from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
 from cqs.worker import HeldTokens, Worker
 
@@ -75,7 +76,10 @@ def stream(
 
         def load_chunks(block: HeldBlock, own: list[Tensor]) -> Chunks:
             for tokens in block.chunks:
-                yield _prepare(plan, worker, block, tokens, own, chunks.load(block, tokens))
+                prepared = _prepare(plan, worker, block, tokens, own, chunks.load(block, tokens))
+                yield prepared
+                if problem.terms is not None:
+                    problem.terms.add_bias_sums(prepared[0].terms, block.batch, block.heads)
                 chunks.release()
                 if progress is not None:
                     progress.advance(plan.count(block.tokens, tokens) * len(block.heads))
@@ -145,20 +149,41 @@ def _prepare(
 ) -> tuple[Worker, list[Any]]:
     """Return worker, steps and held tokens of one chunk, in the order that :class:`Worker` takes.
 
-    Without pattern and dropout, positions are counted from the first token of the block and of the
+    If nothing depends on positions, they are counted from the first token of the block and of the
     chunk. Chunks of equal geometry then share cached tile lists.
     """
     shift = 0
     queries, keys = plan.sides(block.tokens, tokens)
     if worker.dropout is not None:
         worker = replace(worker, dropout=worker.dropout.moved(block.batch, block.heads.start))
-    elif worker.pattern is None:
+    if worker.terms is not None:
+        worker = replace(worker, terms=_terms_of(worker.terms, block, queries, keys, held[0]))
+    has_positions = worker.terms is not None and worker.terms.depends_on_positions
+    if worker.dropout is worker.pattern is None and not has_positions:
         shift = queries.start - keys.start
         queries, keys = range(len(queries)), range(len(keys))
     of_queries, of_keys = plan.sides(held, streamed)
     query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in of_queries)
     key_and_value = (HeldTokens.packed(tensor, [keys]) for tensor in of_keys)
     return worker, [plan.steps(queries, keys, shift), query, *key_and_value, *others]
+
+
+def _terms_of(
+    terms: ScoreTerms, block: HeldBlock, queries: range, keys: range, like: Tensor
+) -> ScoreTerms:
+    """Return the score terms of a chunk on the device of ``like``, with sums of their own."""
+    heads = slice(block.heads.start, block.heads.stop)
+    terms = terms.part(slice(block.batch, block.batch + 1), heads)
+    slopes = terms.alibi_slopes
+    if slopes is not None:
+        terms = replace(terms, alibi_slopes=slopes.to(like.device))
+    if terms.bias is None:
+        return terms
+    bias = terms.cut(terms.bias, queries, keys).to(like.device)
+    sums = terms.sums
+    if terms.bias_requires_grad and sums:
+        sums = torch.zeros_like(bias, dtype=sums[0].dtype), *sums[1:]
+    return replace(terms, bias=bias, sums=sums, held=((queries,), (keys,)))
 
 
 class _InputBuffers:

@@ -99,12 +99,18 @@ class StreamingExecutor:
         tensors = problem.query, problem.key, problem.value
         gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
         call, of_answer = (self.device, problem, backend), (grad_output, *answer)
+        terms, without_sums = problem.terms, call
+        if terms is not None:  # one pass suffices for the gradients of their leaves
+            other = replace(problem, terms=replace(terms, sums=()))
+            without_sums = self.device, other, backend
         while True:
             plan = replace(plan, which=Pass.QUERY_GRADIENTS).fit()
             of_keys = replace(plan, which=Pass.KEY_GRADIENTS).fit()
+            for total in () if terms is None else terms.sums:
+                total.zero_()
             try:
                 stream(plan, *call, gradients[:1], of_answer=of_answer)
-                stream(of_keys, *call, gradients[1:], of_answer=of_answer)
+                stream(of_keys, *without_sums, gradients[1:], of_answer=of_answer)
                 return gradients
             except RuntimeError as error:
                 plan = self._with_less(plan, error)

@@ -105,7 +105,12 @@ def map_shard(function: Callable[..., Any], rank: int, num_ranks: int, *tensors:
 
 def attend_shards(options: dict[str, Any], rank: int, num_ranks: int, *tensors: Tensor) -> Any:
     """Compute attention with all other ranks by :func:`cqs.distributed.attention`."""
-    query, key, value = tensors
-    if (scores := options["scores"]) is not None and scores.sinks is not None:
-        options = options | {"scores": replace(scores, sinks=scores.sinks.to(query.device))}
+    query, key, value, *bias = tensors
+    if (scores := options["scores"]) is not None:
+        sinks, slopes = (
+            None if each is None else each.to(query.device)
+            for each in (scores.sinks, scores.alibi_slopes)
+        )
+        scores = replace(scores, sinks=sinks, alibi_slopes=slopes, bias=bias[0] if bias else None)
+        options = options | {"scores": scores}
     return attention(query, key, value, group=dist.group.WORLD, **options)

@@ -2,15 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cqs.executors.ray.blob import Blob
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
+from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import Plan, Task
 from cqs.tiler.group import Part, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
@@ -79,6 +82,19 @@ class TaskCall(NamedTuple):
     """Groups that the same actor merges."""
     returned: list[list[Group]]
     """Groups that other actors merge, one list for each of these actors."""
+    bias: "Bias | None" = None
+    """The blocks of the bias that the task reads, if there is one."""
+
+
+class Bias(NamedTuple):
+    """Blocks of a bias."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole bias."""
+    pieces: list[Piece]
+    """The blocks."""
+    packed: Blob
+    """Their values, one block after another."""
 
 
 class MergeCall(NamedTuple):
@@ -188,11 +204,61 @@ class Job:
             for result in self.results[group.is_of_keys]:
                 result[:, :, rows].zero_()
 
+    def bias_of(self, task: Task) -> Bias | None:
+        """Return the blocks of the bias that a task reads."""
+        terms = self.problem.terms
+        if terms is None or terms.bias is None:
+            return None
+        pieces = _pieces_of(task, terms.bias)
+        packed = pack(terms, terms.bias, pieces)
+        return Bias(tuple(terms.bias.shape), pieces, Blob(packed))
+
+    def add_sums(self, task: Task, sums: Sequence[Tensor]) -> None:
+        """Add the gradients of the leaves of the score terms that a task has computed."""
+        terms = self.problem.terms
+        if terms is None or not sums:
+            return
+        own = list(terms.sums)
+        if terms.bias is not None and terms.bias_requires_grad:
+            total, (packed, *sums) = own.pop(0), sums
+            pieces = _pieces_of(task, total)
+            unpack(packed.to(total.device), places(terms, total, pieces))
+        for total, part in zip(own, sums, strict=True):
+            total.add_(part.to(total.device))
+
     def accept(self, group: Group, merged: Sequence[Tensor]) -> None:
         """Write the merged result of a group."""
         rows = slice(group.tokens.start, group.tokens.stop)
         for result, tensor in zip(self.results[group.is_of_keys], merged, strict=True):
             result[:, :, rows].copy_(tensor)
+
+
+def terms_of_task(settings: RunSettings, call: TaskCall, device: torch.device) -> ScoreTerms | None:
+    """Return the score terms of a task on the device of an actor, in a backward pass with sums."""
+    terms, is_backward = settings.worker.terms, True in settings.results
+    if terms is None:
+        return None
+    if terms.alibi_slopes is not None:
+        terms = replace(terms, alibi_slopes=terms.alibi_slopes.to(device))
+    if call.bias is not None:
+        packed = call.bias.packed.tensor().to(device)
+        held = call.task.held_queries, call.task.held_keys
+        *heads, rows, columns = call.bias.shape
+        like = replace(terms, bias=packed.new_empty(*heads, 0, 0))
+        terms = hold(like, held, has_rows=rows != 1, has_columns=columns != 1)
+        assert terms.bias is not None
+        unpack(packed, places(terms, terms.bias, call.bias.pieces))
+    return terms.with_sums(settings.results[False][0].dtype) if is_backward else terms
+
+
+def sums_of_task(terms: ScoreTerms | None, call: TaskCall) -> list[Tensor]:
+    """Return what a task has added to the sums of its score terms, packed."""
+    if terms is None or not terms.sums:
+        return []
+    found = list(terms.sums)
+    if call.bias is not None and terms.bias_requires_grad:
+        found[0] = pack(terms, found[0], call.bias.pieces)
+    return found
 
 
 def attend_task(
@@ -241,6 +307,11 @@ def differentiate_task(
         side = of_key if group.is_of_keys else [of_query]
         parts[group] = [(slice(None), tuple(held.take([group.tokens]) for held in side))]
     return parts
+
+
+def _pieces_of(task: Task, bias: Tensor) -> list[Piece]:
+    _, _, rows, columns = bias.shape
+    return pieces_of(task.steps, has_rows=rows != 1, has_columns=columns != 1)
 
 
 def _cut(tokens: range, row_bytes: int) -> list[range]:

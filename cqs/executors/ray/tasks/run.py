@@ -6,11 +6,12 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import (
     Actor,
     ActorPool,
@@ -116,6 +117,8 @@ class Run:
         self._started, self._start = time.time(), time.perf_counter()
         self._pool, self._job, self._progress = pool, job, progress
         self._worker = Worker.of(job.problem, backend)
+        if (terms := self._worker.terms) is not None:  # each task gets its own bias
+            self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
         self._calls = Calls(pool, cancelled, self._outbox.used_by_actors)
         """Calls with _Tasks or _Merges as key; calls of ``describe`` have None."""
@@ -137,6 +140,8 @@ class Run:
         self._attempts: Counter[_Merge | int] = Counter()
         """Number of actors that failed while they merged a group, or computed a task."""
         self._reports: dict[int, TaskReport] = {}
+        self._sums: dict[int, list[Blob]] = {}
+        """Gradients of the leaves of the score terms by task."""
         self._merge_reports: list[MergeReport] = []
         self._get_seconds = 0.0
         self._failures = self._reruns = 0
@@ -160,6 +165,9 @@ class Run:
             try:
                 with self._calls:
                     self._compute()
+                for index in sorted(self._sums):  # in the order of the tasks, whoever failed
+                    sums = [blob.tensor() for blob in self._sums[index]]
+                    self._job.add_sums(self._tasks[index], sums)
             finally:
                 self._end()
         return RunReport(
@@ -267,7 +275,8 @@ class Run:
                     self._note_if_ready(merge)
                 else:
                     returned[merge.owner].append(group)
-            work.calls.append(TaskCall(self._tasks[index], kept, list(returned.values())))
+            task, others = self._tasks[index], list(returned.values())
+            work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
         num_returns = 1 + sum(len(call.returned) for call in work.calls)
@@ -336,10 +345,11 @@ class Run:
         """Note the parts of an answer; return the tasks that are computed for the first time."""
         references, work.references = iter(work.references), []
         finished = []
-        for call, report in zip(work.calls, answer.value, strict=True):
+        for call, (report, sums) in zip(work.calls, answer.value, strict=True):
             index = call.task.index
             if index not in self._reports:
                 finished.append(index)
+                self._sums[index] = sums
             self._reports[index] = report
             self._running.remove(index)
             returned = {

@@ -1,0 +1,347 @@
+"""What changes the scaled products of queries and keys before the softmax."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import getclosurevars, isfunction, ismethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqs.ranges import rows_of
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of score, batch element, query head, query and key, as of PyTorch's FlexAttention."""
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTerms:
+    """Soft cap, ALiBi, bias and score function, of the batch elements and heads at hand.
+
+    They apply in this order to ``scale * query @ key^T``. Positions are those in the whole
+    sequence.
+    """
+
+    softcap: float = 0.0
+    """Each score s becomes ``softcap * tanh(s / softcap)``; 0 for none."""
+    alibi_slopes: Tensor | None = None
+    """``[1 or batch, num_heads]``, float32."""
+    bias: Tensor | None = None
+    """Added, ``[1 or batch, 1 or num_heads, 1 or rows_q, 1 or rows_kv]``."""
+    score_mod: ScoreMod | None = None
+    """Function of the score so far."""
+    distance: int = 0
+    """``seqlen_kv - seqlen_q``: ALiBi is 0 where a key is at the position of the query plus it."""
+    first_batch: int = 0
+    """Index, in the whole batch, of the first batch element at hand."""
+    first_head: int = 0
+    """Index, among all query heads, of the first head at hand."""
+    captured: tuple[Tensor, ...] = ()
+    """Tensors that ``score_mod`` reads and that require gradients."""
+    held: tuple[tuple[range, ...], tuple[range, ...]] | None = None
+    """Positions of the rows and columns of ``bias``; ``None`` means all."""
+    bias_requires_grad: bool = False
+    """Whether the gradient of the bias is required."""
+    sums: tuple[Tensor, ...] = ()
+    """In a backward pass, sums to which gradients are added: that of the bias, if required, then
+    those of ``captured``."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the terms that are not trivial, as backends list those that they support."""
+        found = {
+            "softcap": bool(self.softcap),
+            "alibi_slopes": self.alibi_slopes is not None,
+            "bias": self.bias is not None,
+            "gradient of bias": self.bias_requires_grad,
+            "score_mod": self.score_mod is not None,
+        }
+        return frozenset(name for name, is_given in found.items() if is_given)
+
+    @property
+    def depends_on_positions(self) -> bool:
+        """Whether a score depends on more than query and key."""
+        return bool(self.names - {"softcap"})
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Tensors whose gradients are required, in the order of ``sums``."""
+        if self.bias is None or not self.bias_requires_grad:
+            return self.captured
+        return self.bias, *self.captured
+
+    def part(self, row: slice, heads: slice) -> "ScoreTerms":
+        """Return the terms of some batch elements and query heads."""
+        slopes, bias = (
+            None if each is None else of_heads(each, row, heads)
+            for each in (self.alibi_slopes, self.bias)
+        )
+        sums = self.sums
+        if self.bias_requires_grad and sums:
+            sums = of_heads(sums[0], row, heads), *sums[1:]
+        return replace(
+            self,
+            alibi_slopes=slopes,
+            bias=bias,
+            sums=sums,
+            first_batch=self.first_batch + (row.start or 0),
+            first_head=self.first_head + (heads.start or 0),
+        )
+
+    def cut(self, tensor: Tensor, queries: range, keys: range) -> Tensor:
+        """Return the part of the bias held, or of its sum, of adjacent tokens, as a view."""
+        places = [
+            tokens if held is None or size == 1 else rows_of(tokens, held)
+            for tokens, held, size in zip(
+                (queries, keys), self.held or (None, None), tensor.shape[2:], strict=True
+            )
+        ]
+        return _take(tensor, *(slice(place.start, place.stop) for place in places))
+
+    def add_bias_sums(self, chunk: "ScoreTerms | None", batch: int, heads: range) -> None:
+        """Add the sum of the bias's gradient of a chunk, whose positions it holds."""
+        if not self.bias_requires_grad or not self.sums or chunk is None or chunk.held is None:
+            return
+        total = of_heads(self.sums[0], slice(batch, batch + 1), slice(heads.start, heads.stop))
+        (queries,), (keys,) = chunk.held
+        self.cut(total, queries, keys).add_(chunk.sums[0].to(total.device))
+
+    def identity(self) -> dict[str, Any]:
+        """Return what distinguishes the terms from others, in JSON types."""
+        found = {
+            "softcap": self.softcap or None,
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.tolist(),
+            "bias": None if self.bias is None else _digest(self.bias),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def with_sums(self, dtype: torch.dtype) -> "ScoreTerms":
+        """Return the terms with zeros as sums of the gradients."""
+        return replace(self, sums=tuple(torch.zeros_like(t, dtype=dtype) for t in self.leaves))
+
+    def of_pairs(
+        self, device: torch.device, queries: Sequence[range], keys: Sequence[range]
+    ) -> "PairTerms":
+        """Return the terms of pairs of these positions, ascending ranges."""
+        positions = None
+        if self.alibi_slopes is not None or self.score_mod is not None:
+            positions = _positions(queries, device), _positions(keys, device)
+        if self.bias is None:
+            return PairTerms(self, positions)
+        held = self.held or (None, None)
+        rows, columns = (
+            _ALL if size == 1 else _index(wanted, of_side, device)
+            for size, wanted, of_side in zip(
+                self.bias.shape[2:], (queries, keys), held, strict=True
+            )
+        )
+        sums = self.sums[0] if self.bias_requires_grad and self.sums else None
+        return PairTerms(self, positions, _take(self.bias, rows, columns), sums, rows, columns)
+
+
+class PairTerms(NamedTuple):
+    """The terms of a rectangle of pairs."""
+
+    terms: ScoreTerms
+    """The terms of all pairs."""
+    positions: tuple[Tensor, Tensor] | None = None
+    """Positions of queries and keys, int64; ``None`` if no term depends on them."""
+    bias: Tensor | None = None
+    """``[1 or batch, 1 or num_heads, 1 or queries, 1 or keys]``."""
+    bias_sum: Tensor | None = None
+    """Sum of the gradients of the whole bias held, if required."""
+    rows: Any = _ALL
+    """Rows of ``bias_sum`` that are those of ``bias``: a slice or int64 indices."""
+    columns: Any = _ALL
+    """Columns of ``bias_sum`` that are those of ``bias``."""
+
+    def select(self, queries: Any, keys: slice = _ALL) -> "PairTerms":
+        """Return the terms of some of the rows, a slice or int64 indices, and of some columns."""
+        positions = self.positions and (self.positions[0][queries], self.positions[1][keys])
+        if self.bias is None:
+            return self._replace(positions=positions)
+        rows, columns = self.rows, self.columns
+        if self.bias_sum is not None:
+            rows = _select(self.rows, self.bias_sum.shape[2], queries)
+            columns = _select(self.columns, self.bias_sum.shape[3], keys)
+        bias = _take(self.bias, queries, keys)
+        return self._replace(positions=positions, bias=bias, rows=rows, columns=columns)
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """Return scores ``[batch, num_heads, queries, keys]``, scaled products, after all terms."""
+        return self._modified(self._shifted(self._capped(scores)))
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        if not (cap := self.terms.softcap):
+            return scores
+        return cap * torch.tanh(scores / cap)
+
+    def _shifted(self, scores: Tensor) -> Tensor:
+        """Return the scores after ALiBi and bias."""
+        if self.terms.alibi_slopes is not None:
+            scores = scores + self.alibi(scores.dtype)
+        return scores if self.bias is None else scores + self.bias.to(scores.dtype)
+
+    def _modified(self, scores: Tensor) -> Tensor:
+        """Return the scores after the score function, in new memory if there is one."""
+        terms = self.terms
+        if terms.score_mod is None or not scores.numel():
+            return scores
+        assert self.positions is not None
+        batch, num_heads, *_ = scores.shape
+        batches, heads = (
+            first + torch.arange(number, device=scores.device)
+            for first, number in ((terms.first_batch, batch), (terms.first_head, num_heads))
+        )
+        found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
+        return found.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
+
+    def alibi(self, dtype: torch.dtype) -> Tensor:
+        """Return the bias of ALiBi, ``[1 or batch, num_heads, queries, keys]`` (arXiv 2108.12409).
+
+        It is ``-slope * abs(query + seqlen_kv - seqlen_q - key)``.
+        """
+        assert self.positions is not None and self.terms.alibi_slopes is not None
+        queries, keys = self.positions
+        apart = (queries.unsqueeze(-1) + (self.terms.distance - keys)).abs_().to(dtype)
+        return -self.terms.alibi_slopes.to(dtype)[..., None, None] * apart
+
+    def differentiate(self, scaled: Tensor, grad_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the gradient of the scaled products, and add those of the leaves to their sums.
+
+        Args:
+            scaled: Scaled products, ``[batch, num_heads, queries, keys]``.
+            grad_of: Returns the gradient of the scores that it is given, 0 for masked pairs.
+        """
+        terms = self.terms
+        capped = self._capped(scaled)
+        shifted = self._shifted(capped)
+        if terms.score_mod is None:
+            gradient = grad_of(shifted if shifted is not capped else capped.clone())
+        else:
+            gradient = self._differentiate_mod(shifted, grad_of)
+        if self.bias is not None and self.bias_sum is not None:
+            rows, columns = self.rows, self.columns
+            if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+                rows = rows.unsqueeze(-1)
+            self.bias_sum[:, :, rows, columns] += gradient.sum_to_size(self.bias.shape)
+        if terms.softcap:  # of masked pairs, the product may be NaN
+            slopes = 1 - (capped / terms.softcap) ** 2
+            gradient = (gradient * slopes).masked_fill_(gradient == 0, 0)
+        return gradient
+
+    def _differentiate_mod(self, scores: Tensor, grad_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the gradient of the scores before the score function; see :meth:`differentiate`.
+
+        It must not run within an operator of PyTorch, where autograd is off.
+        """
+        terms, leaf = self.terms, scores.detach().requires_grad_()
+        captured = terms.captured if terms.sums else ()
+        with torch.enable_grad():
+            modified = self._modified(leaf)
+            gradient = grad_of(modified.detach().clone())
+            found = torch.autograd.grad(
+                modified, (leaf, *captured), gradient, allow_unused=True, materialize_grads=True
+            )
+        sums = terms.sums[len(terms.sums) - len(captured) :]
+        for total, part in zip(sums, found[1:], strict=True):
+            total += part
+        # The function may have an infinite derivative where a pair is masked out.
+        return found[0].masked_fill(gradient == 0, 0)
+
+
+def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the tensors that a function reads: of its closure, globals, and bound arguments."""
+    if id(function) in _seen:
+        return
+    seen = _seen | {id(function)}
+    if isinstance(function, Tensor):
+        yield function
+    elif isinstance(function, torch.nn.Module):
+        yield from function.parameters()
+    elif isinstance(function, (tuple, list)):
+        for each in function:
+            yield from captured_tensors(each, seen)
+    elif isinstance(function, dict):
+        yield from captured_tensors(list(function.values()), seen)
+    elif isinstance(function, partial):
+        parts = [function.func, *function.args, *function.keywords.values()]
+        yield from captured_tensors(parts, seen)
+    elif ismethod(function):
+        yield from captured_tensors([function.__self__, function.__func__], seen)
+    elif isfunction(function):
+        found = getclosurevars(function)
+        yield from captured_tensors([*found.nonlocals.values(), *found.globals.values()], seen)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a hash of shape, dtype and values of a tensor."""
+    values = tensor.detach().cpu().contiguous()
+    found = hashlib.blake2b(f"{values.dtype}{list(values.shape)}".encode(), digest_size=16)
+    found.update(values.view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _over_pairs(score_mod: ScoreMod) -> Callable[..., Tensor]:
+    """Return the function of scores ``[batch, num_heads, queries, keys]`` and four vectors."""
+    function: Callable[..., Tensor] = score_mod
+    over: tuple[tuple[int | None, ...], ...] = (
+        (0, None, None, None, 0),
+        (0, None, None, 0, None),
+        (0, None, 0, None, None),
+        (0, 0, None, None, None),
+    )
+    for dims in over:
+        function = torch.vmap(function, dims)
+    return function
+
+
+def of_heads(tensor: Tensor, row: slice, heads: slice) -> Tensor:
+    """Return some batch elements and heads of a tensor, which may have one for all."""
+    row, heads = (
+        _ALL if size == 1 else wanted
+        for size, wanted in zip(tensor.shape, (row, heads), strict=False)
+    )
+    return tensor[row, heads]
+
+
+def _take(tensor: Tensor, rows: Any, columns: Any) -> Tensor:
+    """Return rows and columns of a tensor, which may have one for all."""
+    if tensor.shape[2] != 1:
+        tensor = tensor[:, :, rows]
+    return tensor if tensor.shape[3] == 1 else tensor[:, :, :, columns]
+
+
+def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    found = [torch.arange(r.start, r.stop, device=device) for r in ranges]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _index(
+    wanted: Sequence[range], held: Sequence[range] | None, device: torch.device
+) -> "slice | Tensor":
+    """Return the rows of positions in a tensor of held positions; ``None`` means all are held."""
+    if held is None:
+        if len(wanted) == 1:
+            return slice(wanted[0].start, wanted[0].stop)
+        return _positions(wanted, device)
+    if tuple(wanted) == tuple(held):
+        return _ALL
+    rows = [rows_of(tokens, held) for tokens in wanted]
+    return slice(rows[0].start, rows[0].stop) if len(rows) == 1 else _positions(rows, device)
+
+
+def _select(index: Any, size: int, wanted: Any) -> Any:
+    """Return the composition of two indices, of a dimension of this size."""
+    if size == 1 or (isinstance(wanted, slice) and wanted == _ALL):
+        return index
+    if isinstance(index, Tensor):
+        return index[wanted]
+    if isinstance(wanted, slice):
+        found = range(*index.indices(size))[wanted]
+        return slice(found.start, found.stop, found.step)
+    return wanted + (index.start or 0)

@@ -1,0 +1,66 @@
+"""Checks of the tensors of a call: plain, dense, of a supported dtype and device."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
+    """Return a tensor that kernels can read, or raise an error that names the argument.
+
+    Args:
+        name: Name of the argument.
+        tensor: The argument.
+        query: The checked query, whose dtype and device key and value must have.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = plain_value(name, tensor)
+    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
+        tensor = tensor.clone()
+    tensor = tensor.resolve_neg()  # a negative bit is not applied in memory
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+            f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+            "flatten(0, -4) for several batch dimensions"
+        )
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
+            "cqs.attention outside of the transformation"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
+        )
+    for attribute in ("dtype", "device") if query is not None else ():
+        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
+        if found != wanted:
+            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
+    return tensor
+
+
+def plain_value(name: str, tensor: Tensor) -> Tensor:
+    """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, FakeTensor) and torch._C._len_torch_dispatch_stack():
+        return tensor  # an argument of an operator that is being traced
+    if isinstance(tensor, AsyncCollectiveTensor):  # DTensor.to_local() may return one
+        plain: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+        return plain
+    raise TypeError(
+        f"{name} must be a plain torch.Tensor, got {type(tensor).__name__}: convert it first "
+        f"(a DTensor: {name}.to_local(), for cqs.distributed.attention)"
+    )

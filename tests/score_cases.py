@@ -1,0 +1,152 @@
+"""Random options of the scores, and attention with them by its definition, in any dtype."""
+
+from dataclasses import replace
+
+import torch
+
+import cqs
+from benchmarks.cases import visible_mask
+
+
+def define(problem, scores, factors=1.0):
+    """Output and LSE from the definition: changed scores, and a softmax with a column of sinks."""
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
+    found = problem.scale * problem.query @ key.mT
+    batch, num_heads, seqlen_q, seqlen_kv = found.shape
+    queries, keys = torch.arange(seqlen_q).unsqueeze(-1), torch.arange(seqlen_kv)
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    if scores.alibi_slopes is not None:
+        slopes = scores.alibi_slopes.to(found.dtype).view(-1, num_heads)
+        found = found - slopes[..., None, None] * (queries + seqlen_kv - seqlen_q - keys).abs()
+    if scores.bias is not None:
+        found = found + scores.bias.to(found.dtype)
+    if scores.score_mod is not None:
+        batches, heads = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(num_heads)
+        found = scores.score_mod(found, batches, heads.view(-1, 1, 1), queries, keys)
+    if (mask := visible_mask(problem)) is not None:
+        found = found.masked_fill(~mask, -torch.inf)
+    sinks = scores.sinks if scores.sinks is not None else torch.full((num_heads,), -torch.inf)
+    column = sinks.to(found.dtype).view(-1, 1, 1).expand(*found.shape[:3], 1)
+    whole = torch.cat([found, column], -1)
+    is_blind = (whole == -torch.inf).all(-1)
+    weights = whole.masked_fill(is_blind.unsqueeze(-1), 0).softmax(-1)[..., :-1] * factors
+    lse = whole.masked_fill(is_blind.unsqueeze(-1), 0).logsumexp(-1)
+    visible = (~is_blind).to(found.dtype).unsqueeze(-1)
+    return (weights * visible) @ value, lse.masked_fill(is_blind, -torch.inf)
+
+
+def relative(table):
+    """A learned bias of the distance, as of T5."""
+    return lambda score, batch, head, query, key: score + table[head, query - key + 128]
+
+
+def scaled(table):
+    """A function that changes scores by batch element, head and positions."""
+
+    def score_mod(score, batch, head, query, key):
+        return torch.where((query + key) % 5 == 0, score * (1 + 0.1 * batch), score - 0.02 * head)
+
+    return score_mod
+
+
+class Drawn:
+    """Random options of the scores of a problem, with new leaves on each call of ``make``."""
+
+    def __init__(self, problem, generator, names=None):
+        """Choose the options; ``names`` lists those that are used, all others are drawn."""
+        batch, num_heads, seqlen_q, _ = problem.query.shape
+        sizes = batch, num_heads, seqlen_q, problem.key.shape[2]
+
+        def wants(name):
+            return generator.random() < 0.4 if names is None else name in names
+
+        self.seed = generator.randrange(2**31)
+        self.dtype = problem.query.dtype
+        self.sinks = (num_heads,) if wants("sinks") else None
+        self.softcap = generator.choice([0.5, 3.0]) if wants("softcap") else None
+        shapes = [(num_heads,), (batch, num_heads)]
+        self.slopes = generator.choice(shapes) if wants("alibi_slopes") else None
+        shape = tuple(size if generator.random() < 0.7 else 1 for size in sizes)
+        cut = generator.choice([0, 0, 1, 2])
+        self.bias = (
+            shape[cut if all(n == 1 for n in shape[:cut]) else 0 :] if wants("bias") else None
+        )
+        self.has_bias_gradient = generator.random() < 0.7
+        self.score_mod = generator.choice([relative, scaled]) if wants("score_mod") else None
+        self.table = (num_heads, 256)
+
+    def make(self, dtype=None):
+        """Scores of the problem's dtype converted to another, and leaves that require gradients."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(shape, requires_grad=True):
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return drawn.to(self.dtype).to(dtype or self.dtype).requires_grad_(requires_grad)
+
+        sinks = None if self.sinks is None else draw(self.sinks)
+        slopes = None if self.slopes is None else draw(self.slopes, False).abs().float() / 8
+        bias = None if self.bias is None else draw(self.bias, self.has_bias_gradient)
+        table = None if self.score_mod is None else draw(self.table)
+        score_mod = None if table is None else self.score_mod(table)
+        scores = cqs.Scores(sinks, self.softcap, slopes, bias, score_mod)
+        leaves = [
+            leaf
+            for leaf in (sinks, bias, table if self.score_mod is relative else None)
+            if leaf is not None and leaf.requires_grad
+        ]
+        return scores, leaves
+
+
+def tensors_of(problem):
+    """Query, key and value as new leaves."""
+    return [
+        t.detach().clone().requires_grad_() for t in (problem.query, problem.key, problem.value)
+    ]
+
+
+def options_of(problem):
+    """The options of a problem besides its scores."""
+    return {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
+
+
+def gradient_of_output(output):
+    """A random gradient of the output, equal for every dtype up to rounding."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+
+
+def with_gradients(compute, tensors, leaves):
+    """Output, LSE, and the gradients of a random function of the output."""
+    output, lse = compute(*tensors)
+    found = torch.autograd.grad(
+        output, (*tensors, *leaves), gradient_of_output(output), materialize_grads=True
+    )
+    return [output, lse, *found]
+
+
+def expected(problem, drawn, factors=1.0, dtype=None):
+    """Output, LSE and gradients by the definition."""
+    scores, leaves = drawn.make(dtype)
+
+    def compute(query, key, value):
+        return define(replace(problem, query=query, key=key, value=value), scores, factors)
+
+    return with_gradients(compute, tensors_of(problem), leaves)
+
+
+def compute_by(call, problem, drawn, **options):
+    """Output, LSE and gradients of a function of cqs."""
+    scores, leaves = drawn.make()
+    given = options_of(problem) | options | {"return_lse": True, "scores": scores}
+
+    def compute(*tensors):
+        return call(*tensors, **given)
+
+    return with_gradients(compute, tensors_of(problem), leaves)
+
+
+def assert_equal(found, exact):
+    for got, want in zip(found, exact, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
