@@ -39,7 +39,7 @@ def define(problem, scores, factors=1.0):
 
 def relative(table):
     """A learned bias of the distance, as of T5."""
-    return lambda score, batch, head, query, key: score + table[head, query - key + 128]
+    return lambda score, batch, head, query, key: score + table[head, query - key + 1024]
 
 
 def scaled(table):
@@ -75,7 +75,7 @@ class Drawn:
         )
         self.has_bias_gradient = generator.random() < 0.7
         self.score_mod = generator.choice([relative, scaled]) if wants("score_mod") else None
-        self.table = (num_heads, 256)
+        self.table = (num_heads, 2048)
 
     def make(self, dtype=None):
         """Scores of the problem's dtype converted to another, and leaves that require gradients."""

@@ -139,7 +139,7 @@ def _differentiate(
             total.key[of_keys] += gradients.key  # several parts may share a KV head
             total.value[of_keys] += gradients.value
     of_sinks = query.new_empty(0)
-    of_bias = of_sinks if chosen.bias is None else torch.empty_like(chosen.bias)
+    of_bias = query.new_empty(0) if chosen.bias is None else torch.empty_like(chosen.bias)
     if problem.sinks is not None:
         of_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
     if problem.terms is not None and problem.terms.sums:

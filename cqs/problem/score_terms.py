@@ -200,6 +200,11 @@ class PairTerms(NamedTuple):
         found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
         return found.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
 
+    def addend(self) -> Tensor:
+        """Return ALiBi and bias, float32, ``[batch, num_heads, queries, keys]`` or 1 for each."""
+        found = torch.zeros((1, 1, 1, 1)) if self.bias is None else self.bias.float()
+        return found if self.terms.alibi_slopes is None else found + self.alibi(torch.float32)
+
     def alibi(self, dtype: torch.dtype) -> Tensor:
         """Return the bias of ALiBi, ``[1 or batch, num_heads, queries, keys]`` (arXiv 2108.12409).
 

@@ -90,13 +90,13 @@ def check_scores(
         bias=_check_bias(scores.bias, query, seqlen_kv),
         score_mod=_check_score_mod(scores.score_mod),
         distance=0 if seqlen_kv is None else seqlen_kv - seqlen_q,
-        captured=_captured_leaves(scores.score_mod),
+        captured=captured_leaves(scores.score_mod),
         bias_requires_grad=requires_grad(scores.bias),
     )
     return sinks, terms if terms.names else None
 
 
-def _captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
+def captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
     """Return the tensors that a score function reads and whose gradients are required."""
     if score_mod is None or not torch.is_grad_enabled():
         return ()

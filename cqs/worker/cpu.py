@@ -37,6 +37,7 @@ class _Cpu(CallBackend):
 
     name = "cpu"
     supports_patterns = True
+    supported_terms = frozenset(("alibi_slopes", "bias"))
     joins_calls = True
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -52,7 +53,7 @@ class _Cpu(CallBackend):
         return None
 
     def attend(self, operands: Operands) -> Partial:
-        query, key, value, is_causal, scale, visible, *_ = operands
+        query, key, value, is_causal, scale, visible, _, _, terms = operands
         num_queries, head_dim = query.shape[2:]
         padded, positive_scale = query, scale
         if scale < MIN_SCALE:
@@ -70,7 +71,7 @@ class _Cpu(CallBackend):
             value,
             0.0,
             is_causal,
-            attn_mask=None if visible is None else _addend(visible, query, num_padding),
+            attn_mask=None if visible is terms is None else _addend(operands, num_padding),
             scale=positive_scale,
         )
         if num_padding or num_columns:
@@ -119,7 +120,7 @@ class _Cpu(CallBackend):
                 lse,
                 0.0,
                 is_causal,
-                attn_mask=None if visible is None else _addend(visible, query, num_padding),
+                attn_mask=_addend(operands, num_padding),
                 scale=positive_scale,
             )
         )
@@ -144,9 +145,23 @@ def _pad(tensor: Tensor, num_rows: int, num_columns: int = 0, value: float = 0.0
     return F.pad(tensor, (0, num_columns, 0, num_rows), value=value)
 
 
-def _addend(visible: Tensor, like: Tensor, num_padding: int) -> Tensor:
-    """Return the mask that the kernel adds to the scores: 0 for live pairs, -inf for others."""
-    num_queries, num_keys = visible.shape
-    addend = like.new_zeros(num_queries + num_padding, num_keys)
-    addend[:num_queries].masked_fill_(~visible, -torch.inf)
-    return addend
+def _addend(operands: Operands, num_padding: int) -> Tensor | None:
+    """Return what the kernel adds to the scores: bias, and -inf for pairs that are masked out.
+
+    Returns:
+        ``[queries, keys]`` or ``[1 or batch, 1 or num_heads, queries, keys]``, with the padding
+        rows; float32 with ALiBi or a bias, otherwise in the dtype of the query. ``None`` if nothing
+        is added.
+    """
+    query, key, *_ = operands
+    visible, terms = operands.visible, operands.terms
+    if visible is terms is None:
+        return None
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if terms is None:
+        addend = query.new_zeros(num_queries, num_keys)
+    else:
+        addend = terms.addend().expand(-1, -1, num_queries, num_keys)
+    if visible is not None:
+        addend = addend.masked_fill(~visible, -torch.inf)
+    return F.pad(addend, (0, 0, 0, num_padding)) if num_padding else addend

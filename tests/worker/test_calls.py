@@ -7,7 +7,7 @@ import pytest
 
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
-from cqs.worker import CallBackend, calls
+from cqs.worker import calls
 from cqs.worker.work import BlockRow
 
 
@@ -25,10 +25,9 @@ def random_view(generator):
 
 
 def make_calls(view, joins_calls):
-    backend = CallBackend()
-    backend.joins_calls = joins_calls
     queries = range(view.queries.start, view.queries.stop)
-    return [call for call, _ in calls.make_calls(BlockRow(queries, (view,)), backend)]
+    block_row = BlockRow(queries, (view,))
+    return [call for call, _ in calls.make_calls(block_row, joins_calls=joins_calls)]
 
 
 @pytest.mark.parametrize("in_batches", [False, True])

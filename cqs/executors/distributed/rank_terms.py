@@ -61,7 +61,9 @@ class RankTerms:
         self._terms = replace(terms, bias=None)  # autograd decides how long the tensor lives
         self._heads = [_heads_of(own.chunks, peer) for peer in range(len(layouts))]
         self._own_heads = _heads_of(own.chunks, own.rank)
-        self._held = join_ranges(step.queries for step in own.steps), keys_of(own.steps)
+        queries = own.queries, *own.of_queries.held, *(step.queries for step in own.steps)
+        keys = own.keys, *own.of_keys.held, *keys_of(own.steps)
+        self._held = join_ranges(queries), join_ranges(keys)
         self._sent, self._received = list[list[Piece]](), list[list[Piece]]()
         if terms.bias is not None:
             self._has_columns = terms.bias.shape[3] != 1

@@ -25,7 +25,7 @@ from cqs.executors.ray.tasks.report import as_html
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
-from cqs.problem.scores import Scores
+from cqs.problem.scores import Scores, captured_leaves
 from cqs.scheduler import Kind, Plan
 from cqs.worker.backends import check_backend_name
 
@@ -465,6 +465,8 @@ def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
 
 
 def _check_scores_need_no_gradient(scores: Scores) -> None:
+    for tensor in captured_leaves(scores.score_mod):
+        _check_needs_no_gradient("a tensor of scores.score_mod", tensor)
     for name in ("sinks", "bias"):
         if (tensor := getattr(scores, name)) is not None:
             _check_needs_no_gradient(f"scores.{name}", tensor)
