@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from support.exact import eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cqs.distributed
 
@@ -107,3 +109,97 @@ def _difference(found, exact):
     assert found.shape == exact.shape and torch.equal(found.isinf(), exact.isinf())
     difference = (found - exact).detach().nan_to_num(0).abs()
     return float(difference.max()) if difference.numel() else 0.0
+
+
+def check_joint_tracks_exact(group, case, cuts, joint, position, dtype, device="cpu"):
+    """Compare with float64 by the rule for rounding."""
+    at = JointProblem(group, case, cuts, joint, position, dtype, device)
+    output = cqs.distributed.attention(*at.tensors, **at.arguments)
+    found = output, *at.gradients(output)
+    eager, exact = (at.expected(each, cuts)[0] for each in (dtype, torch.float64))
+    for number, each in enumerate(zip(found, eager, exact, strict=True)):
+        assert_tracks_exact(*each, slack=4, name=f"result {number}")
+
+
+def joint_bits(group, case, cuts, joint, position, options):
+    """Return the output of this rank, and whether a prepared call and a replicated one equal it."""
+    at = JointProblem(group, case, cuts, joint, position, torch.float32)
+    output = cqs.distributed.attention(*at.tensors, **at.arguments, **options)
+    given = {name: at.arguments.pop(name) for name in ("joint_query", "joint_key", "joint_value")}
+    seed = {name: options.pop(name) for name in ("seed",) if name in options}
+    few = {name: each[:, :, :1] for name, each in given.items()}
+    prepared_call = cqs.distributed.prepare(*at.tensors, **few, **at.arguments, **options)
+    prepared = prepared_call(*at.tensors, **given, **seed)
+    gradients = [
+        torch.autograd.grad(each.square().sum(), [*at.tensors, *given.values()])
+        for each in (output, prepared)
+    ]
+    return output.detach(), torch.equal(output, prepared) and all(map(torch.equal, *gradients))
+
+
+def joint_dtensors(group):
+    """Return whether results of DTensors, and the sums of their gradients, equal those of tensors.
+
+    Joint tensors have a batch of 1, which the whole batch shares.
+    """
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 2, 13, 8, generator=generator) for _ in range(3)]
+    joint = [torch.randn(1, 2, 5, 8, generator=generator).requires_grad_() for _ in range(3)]
+    names = "joint_query", "joint_key", "joint_value"
+    shards = [each.chunk(dist.get_world_size(group), dim=2)[rank] for each in whole]
+    expected = cqs.distributed.attention(
+        *shards, group=group, **dict(zip(names, joint, strict=True))
+    )
+    shares = torch.autograd.grad(expected.square().sum(), joint)
+    for share in shares:
+        dist.all_reduce(share, group=group)
+    copies = [DTensor.from_local(each.detach(), mesh, [Replicate()]) for each in joint]
+    copies = [each.requires_grad_() for each in copies]
+    sharded = [distribute_tensor(each, mesh, [Shard(2)]) for each in whole]
+    found = cqs.distributed.attention(*sharded, **dict(zip(names, copies, strict=True)))
+    gradients = torch.autograd.grad(found.square().sum(), copies)
+    pairs = zip(gradients, shares, strict=True)
+    return torch.equal(found, expected) and all(torch.equal(a.full_tensor(), b) for a, b in pairs)
+
+
+def joint_complaint(group, of_rank, shapes, changed):
+    """Return what is raised where one rank, or every rank for None, changes its joint tokens.
+
+    Args:
+        group: The process group.
+        of_rank: The rank.
+        shapes: Shapes of joint query, key and value.
+        changed: Arguments of that rank.
+    """
+    tensors = [torch.randn(2, heads, 8, 16) for heads in (4, 2, 2)]
+    names = "joint_query", "joint_key", "joint_value"
+    given = {name: torch.randn(shape) for name, shape in zip(names, shapes, strict=True)}
+    if of_rank in (None, dist.get_rank(group)):
+        given |= changed
+    try:
+        cqs.distributed.attention(*tensors, group=group, **given)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def check_captured_joint(group, case, cuts, joint):
+    """Compare a replay of a CUDA graph, after new values of all tensors, with a call."""
+    at = JointProblem(group, case, cuts, joint, "front", torch.bfloat16, "cuda")
+    leaves = [*at.tensors, *at.joint]
+
+    def attend():
+        output = cqs.distributed.attention(*at.tensors, **at.arguments)
+        return output.detach(), *torch.autograd.grad(output, leaves, output.detach())
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    with torch.no_grad():
+        for each in leaves:  # joint tokens stay the same on all ranks
+            each.mul_(0.5)
+    graph.replay()
+    replayed = [each.clone() for each in captured]
+    assert all(map(torch.equal, replayed, attend()))
