@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.exact import assert_tracks_exact, eager_output, exact_answer
@@ -126,10 +127,11 @@ def joint_bits(group, case, cuts, joint, position, options):
     at = JointProblem(group, case, cuts, joint, position, torch.float32)
     output = cqs.distributed.attention(*at.tensors, **at.arguments, **options)
     given = {name: at.arguments.pop(name) for name in ("joint_query", "joint_key", "joint_value")}
-    seed = {name: options.pop(name) for name in ("seed",) if name in options}
+    of_call = {name: options[name] for name in ("seed", "scores") if name in options}
+    options.pop("seed", None)
     few = {name: each[:, :, :1] for name, each in given.items()}
     prepared_call = cqs.distributed.prepare(*at.tensors, **few, **at.arguments, **options)
-    prepared = prepared_call(*at.tensors, **given, **seed)
+    prepared = prepared_call(*at.tensors, **given, **of_call)
     gradients = [
         torch.autograd.grad(each.square().sum(), [*at.tensors, *given.values()])
         for each in (output, prepared)
@@ -161,6 +163,29 @@ def joint_dtensors(group):
     gradients = torch.autograd.grad(found.square().sum(), copies)
     pairs = zip(gradients, shares, strict=True)
     return torch.equal(found, expected) and all(torch.equal(a.full_tensor(), b) for a, b in pairs)
+
+
+def count_joint_bytes(group, number):
+    """Return the bytes that this rank sends as messages in both passes.
+
+    Args:
+        group: The process group.
+        number: Number of joint tokens beside 20 tokens of each rank.
+    """
+    post, sent = dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    tensors = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(3)]
+    names = "joint_query", "joint_key", "joint_value"
+    joint = {name: torch.ones(1, 2, number, 8) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        output = cqs.distributed.attention(*tensors, **joint, group=group, head_parallel=1)
+        output.sum().backward()
+    return sum(sent)
 
 
 def joint_complaint(group, of_rank, shapes, changed):

@@ -8,6 +8,7 @@ import torch
 from joint_programs import (
     check_captured_joint,
     check_joint_tracks_exact,
+    count_joint_bytes,
     joint_bits,
     joint_complaint,
     joint_dtensors,
@@ -110,16 +111,25 @@ def test_cuda_graphs_have_joint_tokens(gpu_ranks, is_causal):
     gpu_ranks.run(number, check_captured_joint, case, cut((1023, 1023), number, 1), (77, 77))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.3, "seed": 5},
+        {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]), softcap=2.0)},
+    ],
+    ids=["dropout", "scores"],
+)
 @pytest.mark.parametrize("position", ["front", "rear"])
-def test_dropout_is_that_of_one_process(ranks, position):
+def test_dropout_and_scores_are_those_of_one_process(ranks, position, options):
     problem = CASES[0].make()
-    options = {"dropout_p": 0.3, "seed": 5, "backend": "reference"}
+    options = options | {"backend": "reference"}
     whole = cqs.attention(problem.query, problem.key, problem.value, **options)
     cuts, joint = cut((41, 41), 3, 3), (6, 6)
     found = ranks.run(3, joint_bits, CASES[0], cuts, joint, position, options)
     order = slice(6) if position == "front" else slice(-6, None)
     others = slice(6, None) if position == "front" else slice(-6)
-    for output, _ in found:
+    for output, is_alike in found:
+        assert is_alike
         torch.testing.assert_close(output[:, :, order], whole[:, :, order])
     shards = [output[:, :, others] for output, _ in found]
     torch.testing.assert_close(torch.cat(shards, dim=2), whole[:, :, others])
@@ -131,6 +141,12 @@ def test_prepared_calls_take_other_numbers_of_joint_tokens(ranks, num_ranks, opt
     cuts, joint = cut((41, 41), num_ranks, 3), (6, 6)
     for _, is_alike in ranks.run(num_ranks, joint_bits, CASES[1], cuts, joint, "rear", options):
         assert is_alike
+
+
+def test_every_rank_sends_its_part_of_the_joint_tokens(ranks):
+    """Three of nine beside 20 rows: 15 % more, on every rank."""
+    without, joined = (ranks.run(3, count_joint_bytes, number) for number in (0, 9))
+    assert min(without) > 0 and joined == [sent * 23 // 20 for sent in without]
 
 
 def test_replicated_dtensors(ranks):

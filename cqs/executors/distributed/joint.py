@@ -70,8 +70,8 @@ class JointTokens:
                 f"joint_value must have the rows of joint_key, {numbers[1]}, got {numbers[2]}"
             )
         self.rows = JointRows(position, numbers[0], numbers[1])
-        self._group, self._rank = group, dist.get_rank(group)
-        self._num_ranks = dist.get_world_size(group)
+        self._group = dist.group.WORLD if group is None else group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     @property
     def are_given(self) -> bool:
@@ -115,18 +115,18 @@ class JointTokens:
     def _join(self, name: str, shard: Tensor, tokens: Tensor) -> Tensor:
         _check_like(name, tokens, shard)
         # Also an empty part: either all ranks record gradients or none does.
-        part = tokens[:, :, slice(*self._ends(tokens.shape[2])[self._rank])]
-        part = part.expand(shard.shape[0], -1, -1, -1)
+        first, stop = self._bounds(tokens.shape[2])[self._rank : self._rank + 2]
+        part = tokens[:, :, first:stop].expand(shard.shape[0], -1, -1, -1)
         return torch.cat((part, shard) if self.rows.position == "front" else (shard, part), dim=2)
 
-    def _ends(self, number: int) -> list[tuple[int, int]]:
-        """Return first and last row, exclusive, of the part of every rank."""
-        last = self._num_ranks - 1
-        if self._is_ordered:
-            if self.rows.position == "front":
-                return [(0, number)] + [(number, number)] * last
-            return [(0, 0)] * last + [(0, number)]
-        return [(r * number // (last + 1), (r + 1) * number // (last + 1)) for r in range(last + 1)]
+    def _bounds(self, number: int) -> list[int]:
+        """Return the first joint token of every rank's part, and the end of the last part."""
+        num_ranks = self._num_ranks
+        if not self._is_ordered:
+            return [rank * number // num_ranks for rank in range(num_ranks + 1)]
+        if self.rows.position == "front":
+            return [0] + [number] * num_ranks
+        return [0] * num_ranks + [number]
 
     def gather(self, answer: Tensor) -> Tensor:
         """Return a result with the rows of all joint queries in place of this rank's part.
@@ -139,16 +139,17 @@ class JointTokens:
         tokens = self._tensors[0]
         if tokens is None or not tokens.shape[2] or self._num_ranks == 1:
             return answer
-        lengths = [stop - start for start, stop in self._ends(tokens.shape[2])]
+        bounds = self._bounds(tokens.shape[2])
+        lengths = [stop - first for first, stop in zip(bounds, bounds[1:], strict=False)]
         own, is_front = lengths[self._rank], self.rows.position == "front"
         sizes = [own, answer.shape[2] - own]
         parts = answer.split_with_sizes(sizes if is_front else sizes[::-1], dim=2)
         part, rows = parts if is_front else parts[::-1]
-        from torch.distributed._functional_collectives import all_to_all_single
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         # Its backward pass sends the gradients back, which autograd sums over the copies.
         copies = part.movedim(2, 0).expand(self._num_ranks, own, *part.shape[:2], *part.shape[3:])
-        found = all_to_all_single(
+        found = all_to_all_single_autograd(
             copies.flatten(0, 1), lengths, [own] * self._num_ranks, self._group
         )
         joint = found.movedim(0, 2)
