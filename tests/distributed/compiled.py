@@ -126,9 +126,9 @@ def check_operator(group):
     """Run opcheck on the operator and its backward pass; the default group has more ranks."""
     window = sliding_window(5)
     handle, seed = torch.from_numpy(window.handle), torch.tensor(3)
-    options = (True, True, 2.0, 0.3, "1", None, "rows", [1e9, 1e-5], None, True, False)
+    options = (True, True, 2.0, False, 0.3, "1", None, "rows", [1e9, 1e-5], None, True, False)
     tensors = operands(9)
-    where = (handle, seed, False, *options, group.group_name, "front", [0, 0])
+    where = (None, None, handle, seed, False, *options, group.group_name, "front", [0, 0])
     shapes = [list(each.shape) for each in tensors]
     backward = torch.ops.cqs.sharded_attention_backward.default
     opcheck(_operator, (*(each.detach() for each in tensors), None, *where, False, 0))
@@ -136,7 +136,7 @@ def check_operator(group):
         opcheck(_operator, (*tensors, sinks, *where, True, 1))
         output, _, state = _operator(*tensors, sinks, *where, True, 1)
         of_sinks = None if sinks is None else sinks.detach()
-        opcheck(backward, (output.detach(), state, of_sinks, *shapes))
+        opcheck(backward, (output.detach(), state, of_sinks, None, *shapes))
 
 
 def complain_about_order(group):

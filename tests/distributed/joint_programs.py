@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from score_cases import define, relative
 from support.exact import assert_tracks_exact, eager_output, exact_answer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -110,6 +111,50 @@ def _difference(found, exact):
     assert found.shape == exact.shape and torch.equal(found.isinf(), exact.isinf())
     difference = (found - exact).detach().nan_to_num(0).abs()
     return float(difference.max()) if difference.numel() else 0.0
+
+
+def joint_score_errors(group, case, cuts, joint, position, names):
+    """Return the errors of the LSE and of all gradients with options of the scores.
+
+    The rows of a bias on every rank are those of its result.
+    """
+    at = JointProblem(group, case, cuts, joint, position, torch.float64)
+    num_heads, *lengths = at.problem.query.shape[1], case.seqlen_q, case.seqlen_kv
+    generator = torch.Generator().manual_seed(0)
+    drawn = {"sinks": (num_heads,), "bias": (num_heads, *lengths), "table": (num_heads, 256)}
+    leaves = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in drawn.items()
+        if name in names
+    }
+    given = {name: leaf for name, leaf in leaves.items() if name != "table"}
+    if "table" in names:
+        given["score_mod"] = relative(leaves["table"])
+    if "slopes" in names:
+        given["alibi_slopes"] = torch.rand(num_heads, generator=generator)
+    whole = [each.detach().requires_grad_() for each in at._whole]
+    fields = dict(zip(("query", "key", "value"), whole, strict=True))
+    exact, exact_lse = define(replace(at.problem, **fields), cqs.Scores(**given))
+    loss = (exact * at.grad_of(at.rank))[:, :, at.own].sum()
+    wanted = torch.autograd.grad(loss, [*whole, *leaves.values()])
+    if "bias" in names:
+        given["bias"] = leaves["bias"][:, at.own]
+    output, lse = cqs.distributed.attention(
+        *at.tensors, **at.arguments, return_lse=True, scores=cqs.Scores(**given)
+    )
+    loss = (output * at.grad_of(at.rank)[:, :, at.own]).sum()
+    shares = torch.autograd.grad(loss, [*at.tensors, *at.joint, *leaves.values()])
+    found = [torch.zeros_like(each) for each in wanted]
+    for total, rows, joint_rows, *parts in zip(
+        found, at.rows, at.joint_rows, shares, shares[3:6], strict=False
+    ):
+        total[:, :, rows], total[:, :, joint_rows] = parts
+    for total, share in zip(found[3:], shares[6:], strict=True):
+        total.copy_(share)
+    for each in (*found, *wanted):  # the losses of all ranks
+        dist.all_reduce(each, group=group)
+    pairs = [(lse, exact_lse[:, :, at.own]), (output, exact[:, :, at.own])]
+    return [_difference(*pair) for pair in (*pairs, *zip(found, wanted, strict=True))]
 
 
 def check_joint_tracks_exact(group, case, cuts, joint, position, dtype, device="cpu"):

@@ -12,6 +12,7 @@ from joint_programs import (
     joint_bits,
     joint_complaint,
     joint_dtensors,
+    joint_score_errors,
     largest_joint_errors,
 )
 from random_problems import kinds_of
@@ -89,6 +90,19 @@ def test_every_kind_of_plan_is_exact(ranks, is_causal):
 def test_every_dtype_tracks_exact(ranks, case, dtype):
     cuts = cut((40, 40), 3, 1)
     ranks.run(3, check_joint_tracks_exact, case, cuts, (7, 7), "front", dtype)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("sinks", "bias"), ("slopes",), ("table", "bias")],
+    ids=["sinks-bias", "slopes", "function-bias"],
+)
+@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
+def test_terms_of_scores_count_joint_tokens(ranks, case, names):
+    for position, joint in (("front", (5, 3)), ("rear", (3, 5))):
+        cuts = cut((case.seqlen_q - joint[0], case.seqlen_kv - joint[1]), 3, 2)
+        for errors in ranks.run(3, joint_score_errors, case, cuts, joint, position, names):
+            assert max(errors) < 1e-9
 
 
 @pytest.mark.gpu

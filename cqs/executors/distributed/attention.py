@@ -56,12 +56,12 @@ def _attention_in_graph(
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
+    joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+    shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
     of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
     if score_mod is not None:
         return NotImplemented
     sinks = of_scores[0]
-    joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
-    shards = joint.join(shards, is_causal, pattern, dropout_p, verify, scores)
     output, lse, _ = _operator(
         *shards,
         *of_scores,
@@ -150,9 +150,10 @@ def attention(
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
         scores: Sinks, soft cap, ALiBi or a score function, the same on all ranks, and a bias of
             this rank's queries, broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; see
-            :class:`cqs.Scores`. The gradients of sinks, of a bias with one row for all queries, and
-            of tensors of the score function are a share; their sum over the ranks is the gradient,
-            as with any parameter of which every rank has a copy.
+            :class:`cqs.Scores`. With joint queries the rows are those of the result, on every rank.
+            The gradients of sinks, of a bias with one row for all queries, and of tensors of the
+            score function are a share; their sum over the ranks is the gradient, as with any
+            parameter of which every rank has a copy.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
             each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
             plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
@@ -211,8 +212,9 @@ def attention(
     with errors_shared(joined):
         shards, mesh = to_local(query, key, value)
         joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
         problem, values = _check(
-            *joint.join(shards, is_causal, pattern, dropout_p, verify, scores),
+            *shards,
             joint=joint.rows,
             group=joined,
             is_causal=is_causal,
@@ -303,8 +305,9 @@ def prepare(
     with errors_shared(joined):
         shards, _ = to_local(query, key, value)
         joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
         problem, values = _check(
-            *joint.join(shards, is_causal, pattern, dropout_p, verify, scores),
+            *shards,
             joint=joint.rows,
             group=joined,
             is_causal=is_causal,
@@ -376,7 +379,7 @@ class PreparedAttention:
             position = values["joint tokens"].position
             joint = JointTokens(joint_query, joint_key, joint_value, position, group)
             is_causal, pattern, verify = (values[k] for k in ("is_causal", "pattern", "verify"))
-            shards = joint.join(shards, is_causal, pattern, dropout_p, verify, scores)
+            shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
             options = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
             problem = check_problem(*shards, scale=scale, is_shard=True, **options)
             found = _of_tensors(shards[0], problem)

@@ -1,5 +1,6 @@
 """Joint tokens: tokens of which every rank has a copy, before or after the sharded sequence."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,36 +82,41 @@ class JointTokens:
     def join(
         self,
         shards: tuple[Tensor, ...],
+        scores: Scores | None,
         is_causal: bool,
         pattern: Any,
         dropout_p: float,
         verify: bool,
-        scores: Scores | None,
-    ) -> tuple[Tensor, ...]:
-        """Return this rank's query, key and value with its part of the joint tokens.
+    ) -> tuple[tuple[Tensor, ...], Scores | None]:
+        """Return this rank's query, key and value with its part of the joint tokens, and scores.
 
         Args:
             shards: Query, key and value of this rank.
+            scores: Options of the scores, or ``None``. A bias has rows of all joint queries.
             is_causal: Options of the call, which decide whether positions matter.
             pattern: Sparse pattern, or ``None``.
             dropout_p: Probability that a pair is dropped.
             verify: Whether rows are verified; errors name their positions.
-            scores: Options of the scores, or ``None``.
         """
         if not (self.are_given and all(map(_is_dense, shards))):
-            return shards  # the checks of the call reject other shards
-        options = {} if scores is None else vars(scores)
+            return shards, scores  # the checks of the call reject other shards
+        terms = vars(scores) if isinstance(scores, Scores) else {}
         self._is_ordered = (
             as_bool("is_causal", is_causal)
             or pattern is not None
             or bool(dropout_p)
             or as_bool("verify", verify)
-            or any(options[name] is not None for name in options if name not in _UNORDERED)
+            or any(terms[name] is not None for name in terms if name not in _UNORDERED)
         )
-        return tuple(
+        joined = tuple(
             shard if tokens is None else self._join(name, shard, tokens)
             for name, shard, tokens in zip(_NAMES, shards, self._tensors, strict=True)
         )
+        number, is_owner = self.rows.queries, joined[0].shape[2] > shards[0].shape[2]
+        if scores is None or is_owner or not number or not _has_rows(terms.get("bias")):
+            return joined, scores
+        rows = slice(number, None) if self.rows.position == "front" else slice(-number)
+        return joined, replace(scores, bias=terms["bias"][..., rows, :])
 
     def _join(self, name: str, shard: Tensor, tokens: Tensor) -> Tensor:
         _check_like(name, tokens, shard)
@@ -158,6 +164,10 @@ class JointTokens:
 
 def _is_dense(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.ndim == 4
+
+
+def _has_rows(bias: Tensor | None) -> bool:
+    return isinstance(bias, Tensor) and bias.ndim > 1 and bias.shape[-2] != 1
 
 
 def _num_rows(name: str, tokens: Tensor | None) -> int:
