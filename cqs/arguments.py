@@ -58,6 +58,12 @@ _ADVICE = {
         "leave it out: results are deterministic, except gradients by backend='cudnn'"
     ),
     ("group", "process_group"): "call cqs.distributed.attention(..., group=...)",
+    ("joint_query", "joint_key", "joint_value", "joint_position"): (
+        "concatenate the joint tokens with the others, or call cqs.distributed.attention"
+    ),
+    ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value", "joint_strategy"): (
+        "pass joint_query, joint_key, joint_value and joint_position to cqs.distributed.attention"
+    ),
     ("memory_budget", "device", "out", "resume"): (
         "call cqs.streaming.attention, which computes within a memory budget"
     ),

@@ -56,6 +56,10 @@ VALUES: dict[str, dict[str, Any]] = {
 OWN = {
     "executor": "chooses the executor",
     "group": "the process group of the ranks",
+    **dict.fromkeys(
+        ("joint_query", "joint_key", "joint_value", "joint_position"),
+        "tokens of which every rank has a copy; elsewhere they are part of the sequence",
+    ),
     "out": "a destination in memory or in a file; see [streaming](streaming.md)",
     "resume": "a directory from which a call continues; see [streaming](streaming.md)",
 }

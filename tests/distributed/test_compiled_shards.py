@@ -5,6 +5,7 @@ import torch
 from compiled import (
     check_operator,
     compare,
+    compare_joint,
     compare_meshes,
     complain_about_order,
     complain_about_placements,
@@ -37,6 +38,16 @@ CALLS = {
 def test_a_graph_has_the_whole_call(ranks, options):
     """Bitwise identical to an eager call, in a second run of the graph too."""
     for differences in ranks.run(2, compare, options):
+        assert max(differences) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "joint_position": "rear", "return_lse": True}],
+    ids=["full", "causal"],
+)
+def test_a_graph_has_joint_tokens(ranks, options):
+    for differences in ranks.run(2, compare_joint, options):
         assert max(differences) == 0
 
 

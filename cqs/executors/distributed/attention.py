@@ -10,6 +10,7 @@ from torch import Tensor
 from cqs.arguments import as_bool, as_integer, with_advice
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
+from cqs.executors.distributed.joint import JointRows, JointTokens
 from cqs.executors.distributed.operator import DrawnSeed, define_operator, place_in_graph
 from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.operators import handle_of, plan_text, seed_of
@@ -44,6 +45,10 @@ def _attention_in_graph(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    joint_query: Tensor | None = None,
+    joint_key: Tensor | None = None,
+    joint_value: Tensor | None = None,
+    joint_position: str = "front",
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
@@ -51,6 +56,8 @@ def _attention_in_graph(
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(query, key, value)
+    joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+    shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
     of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
     if score_mod is not None:
         return NotImplemented
@@ -74,13 +81,14 @@ def _attention_in_graph(
         return_lse,
         verify,
         "" if joined is None else joined.group_name,
+        joint.rows.position,
+        [*joint.rows[1:]],
         bias_requires_grad
         or torch.is_grad_enabled()
         and any(each is not None and each.requires_grad for each in (*shards, sinks)),
         place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
     )
-    output = as_dtensor(output, query, mesh)
-    return AttentionOutput(output, as_dtensor(lse, query, mesh)) if return_lse else output
+    return _to_result(Partial(output, lse), query, mesh, joint, return_lse)
 
 
 @replaced_in_graphs(with_advice(_attention_in_graph), torch._C._len_torch_dispatch_stack)
@@ -101,6 +109,10 @@ def attention(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    joint_query: Tensor | None = None,
+    joint_key: Tensor | None = None,
+    joint_value: Tensor | None = None,
+    joint_position: str = "front",
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
@@ -114,6 +126,10 @@ def attention(
     Each rank sends its tokens once to the ranks that compute with them, and each partial output is
     sent once to the query owner. The result is deterministic. CUDA graphs can capture the call if
     all ranks capture it.
+
+    Joint tokens are those of which every rank has a copy, for example text beside a video or
+    registers. They come before or after the shards in the whole sequence, and each of their queries
+    is computed once.
 
     Args:
         query: ``[batch, num_heads, rows, head_dim]``, on a device of the group; float64, float32,
@@ -134,9 +150,10 @@ def attention(
         seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
         scores: Sinks, soft cap, ALiBi or a score function, the same on all ranks, and a bias of
             this rank's queries, broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; see
-            :class:`cqs.Scores`. The gradients of sinks, of a bias with one row for all queries, and
-            of tensors of the score function are a share; their sum over the ranks is the gradient,
-            as with any parameter of which every rank has a copy.
+            :class:`cqs.Scores`. With joint queries the rows are those of the result, on every rank.
+            The gradients of sinks, of a bias with one row for all queries, and of tensors of the
+            score function are a share; their sum over the ranks is the gradient, as with any
+            parameter of which every rank has a copy.
         head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
             each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
             plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
@@ -158,6 +175,15 @@ def attention(
             :data:`cqs.scheduler.cost_model.MACHINES`; on several, what rank 0 measures in the first
             call on the group. Another run may measure other links and choose another plan, which
             rounds differently: pass them for results that are bitwise reproducible.
+        joint_query: ``[batch or 1, num_heads, any length, head_dim]``, queries of joint tokens, the
+            same on all ranks, or ``None``. Plain tensors or, also for joint_key and joint_value,
+            DTensors with the placements ``[Replicate()]``. Their gradient on a rank is its share,
+            as with sinks: the sum over the ranks is the gradient of the sum of their losses.
+        joint_key: ``[batch or 1, num_kv_heads, any length, head_dim]``, or ``None``. There may be
+            joint keys without joint queries.
+        joint_value: ``[batch or 1, num_kv_heads, length of joint_key, value_dim]``, or ``None``.
+        joint_position: ``"front"`` if joint tokens come before the tokens of rank 0, ``"rear"`` if
+            they come after those of the last rank. Masks count positions in this order.
         backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
             supports the tensors.
         return_lse: Whether to return the log-sum-exp of the scores too.
@@ -167,6 +193,8 @@ def attention(
     Returns:
         ``output``, ``[batch, num_heads, rows, value_dim]``, dtype and device of ``query``; with
         ``return_lse`` also ``lse``, ``[batch, num_heads, rows]``, float32 (float64 for float64).
+        With joint tokens they are plain tensors, and ``rows`` includes those of all joint queries,
+        on every rank, first ("front") or last ("rear").
 
     Raises:
         RuntimeError: torch.distributed is not initialized, another rank has failed, two threads
@@ -180,13 +208,14 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    joined, like = _joined(group_of(group, query)), query
+    joined = _joined(group_of(group, query))
     with errors_shared(joined):
-        (query, key, value), mesh = to_local(query, key, value)
+        shards, mesh = to_local(query, key, value)
+        joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
         problem, values = _check(
-            query,
-            key,
-            value,
+            *shards,
+            joint=joint.rows,
             group=joined,
             is_causal=is_causal,
             pattern=pattern,
@@ -203,7 +232,7 @@ def attention(
             verify=verify,
         )
     answer = prepared_calls(joined, values).attend(joined, problem)
-    return _to_result(answer, like, mesh, return_lse)
+    return _to_result(answer, query, mesh, joint, return_lse)
 
 
 _operator = define_operator(attention)
@@ -226,6 +255,10 @@ def prepare(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    joint_query: Tensor | None = None,
+    joint_key: Tensor | None = None,
+    joint_value: Tensor | None = None,
+    joint_position: str = "front",
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
@@ -250,6 +283,10 @@ def prepare(
         num_chunks: Maximum number of head chunks, or ``None``.
         plan: Kind of the plan, or ``None``.
         links: Bandwidth and latency of the links, or ``None``.
+        joint_query: Tensors like later joint queries, or ``None``; their length may differ later.
+        joint_key: Tensors like later joint keys, or ``None``.
+        joint_value: Tensors like later joint values, or ``None``.
+        joint_position: Position of the joint tokens of all later calls.
         backend: Name of the kernels, or ``None``.
         return_lse: Whether calls return the log-sum-exp too.
         verify: Whether calls recompute sampled rows in float64.
@@ -266,11 +303,12 @@ def prepare(
     """
     joined = _joined(group_of(group, query))
     with errors_shared(joined):
-        (query, key, value), _ = to_local(query, key, value)
+        shards, _ = to_local(query, key, value)
+        joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
+        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
         problem, values = _check(
-            query,
-            key,
-            value,
+            *shards,
+            joint=joint.rows,
             group=joined,
             is_causal=is_causal,
             pattern=pattern,
@@ -310,6 +348,9 @@ class PreparedAttention:
         *,
         seed: int | None = None,
         scores: Scores | None = None,
+        joint_query: Tensor | None = None,
+        joint_key: Tensor | None = None,
+        joint_value: Tensor | None = None,
     ) -> Tensor | AttentionOutput:
         """Compute attention; every rank of the group calls this.
 
@@ -320,6 +361,9 @@ class PreparedAttention:
             value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
             seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
             scores: Options of the scores, as prepared; only the values of sinks may differ.
+            joint_query: ``[batch or 1, num_heads, any rows, head_dim]``, or ``None``.
+            joint_key: ``[batch or 1, num_kv_heads, any rows_kv, head_dim]``, or ``None``.
+            joint_value: ``[batch or 1, num_kv_heads, any rows_kv, value_dim]``, or ``None``.
 
         Returns:
             What :func:`attention` returns.
@@ -328,23 +372,27 @@ class PreparedAttention:
             ValueError: A tensor differs from those that were prepared, or ranks differ; other
                 errors are those of :func:`attention`.
         """
-        values, group, like = self._values, _joined(self._group), query
+        values, group = self._values, _joined(self._group)
         with errors_shared(group):
-            (query, key, value), mesh = to_local(query, key, value)
+            shards, mesh = to_local(query, key, value)
             scale, dropout_p = values["scale"], values["dropout_p"]
+            position = values["joint tokens"].position
+            joint = JointTokens(joint_query, joint_key, joint_value, position, group)
+            is_causal, pattern, verify = (values[k] for k in ("is_causal", "pattern", "verify"))
+            shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
             options = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
-            problem = check_problem(query, key, value, scale=scale, is_shard=True, **options)
-            found = _of_tensors(query, problem)
+            problem = check_problem(*shards, scale=scale, is_shard=True, **options)
+            found = _of_tensors(shards[0], problem)
             for name in _FIXED:
                 if found[name] != values[name]:
                     raise ValueError(
                         f"{name} must be as prepared, {values[name]}, got {found[name]}"
                     )
             seed = None if seed is None else as_integer("seed", seed, 0)
-            values = values | found | {"seed": seed}
+            values = values | found | {"seed": seed, "joint tokens": joint.rows}
             _check_capture(values)
         answer = prepared_calls(group, values).attend(group, problem)
-        return _to_result(answer, like, mesh, values["return_lse"])
+        return _to_result(answer, query, mesh, joint, values["return_lse"])
 
 
 _FIXED = (
@@ -385,6 +433,7 @@ def _check(
     key: Tensor,
     value: Tensor,
     *,
+    joint: JointRows,
     group: Any,
     is_causal: bool,
     pattern: Pattern | None,
@@ -427,6 +476,7 @@ def _check(
         "head_parallel": _check_head_parallel(head_parallel, group.size(), problem, pattern),
         "links": None if links is None else Links.check(links),
         "plan": default_plan if plan is None else check_kind(plan, "plan"),
+        "joint tokens": joint,
         "backend": backend,
         "return_lse": as_bool("return_lse", return_lse),
         "verify": as_bool("verify", verify),
@@ -444,9 +494,16 @@ def _check_capture(values: dict[str, Any]) -> None:
 
 
 def _to_result(
-    answer: Partial, query: Tensor, mesh: "DeviceMesh | None", return_lse: bool
+    answer: Partial,
+    query: Tensor,
+    mesh: "DeviceMesh | None",
+    joint: JointTokens,
+    return_lse: bool,
 ) -> Tensor | AttentionOutput:
     """Return what a call returns, as DTensors with the rows of ``query`` if there is a mesh."""
+    if joint.are_given:
+        output, lse = joint.gather(answer.output), answer.lse
+        return Partial(output, joint.gather(lse) if return_lse else lse).to_result(return_lse)
     output, lse = (as_dtensor(each, query, mesh) for each in answer)
     return Partial(output, lse).to_result(return_lse)
 

@@ -54,6 +54,26 @@ def to_local(*tensors: Tensor) -> "tuple[tuple[Tensor, ...], DeviceMesh | None]"
     return tuple(each.to_local(grad_placements=[Shard(2)]) for each in found), mesh
 
 
+def to_local_copy(name: str, tensor: Any) -> Any:
+    """Return this rank's copy of a DTensor that is replicated; other arguments as they are.
+
+    The gradients of the copies are those of the ranks, which DTensor adds up.
+
+    Raises:
+        ValueError: It is not replicated on a 1-D mesh.
+    """
+    if not hasattr(tensor, "placements"):
+        return tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    if tensor.placements != (Replicate(),):
+        raise ValueError(
+            f"{name} must be a plain tensor or a DTensor with the placements (Replicate(),), got "
+            f"{tensor.placements}"
+        )
+    return tensor.to_local(grad_placements=[Partial()])
+
+
 def as_dtensor(shard: Tensor, query: Tensor, mesh: "DeviceMesh | None") -> Tensor:
     """Return the DTensor of a shard of the result, with the rows of ``query``.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from cqs.executors.distributed.agreement import at_place
+from cqs.executors.distributed.joint import JointRows
 from cqs.executors.operators import HOST_TAGS, read_pattern, read_plan
 from cqs.partial import lse_dtype
 from cqs.patterns.handle import new_handle, read_handle
@@ -47,6 +48,9 @@ class Options(NamedTuple):
     verify: bool
     group: str
     """Name of the process group; ``""`` is the default group."""
+    joint_position: str
+    joint_rows: list[int]
+    """Number of joint queries and of joint keys, which are in the shards already."""
     keeps: bool
     """Whether there will be a backward pass."""
     place: int
@@ -62,7 +66,8 @@ _SCHEMA = (
     "Tensor? pattern, Tensor? seed, bool is_drawn, bool is_causal, float? scale, float? softcap, "
     "bool bias_requires_grad, float dropout_p, "
     "str head_parallel, int? num_chunks, str? plan, float[]? links, str? backend, "
-    "bool return_lse, bool verify, str group, bool keeps, int place"
+    "bool return_lse, bool verify, str group, str joint_position, SymInt[] joint_rows, bool keeps, "
+    "int place"
 )
 _SCHEMA_BACKWARD = (
     "Tensor grad_output, Tensor state, Tensor? sinks, Tensor? bias, SymInt[] query, SymInt[] key, "
@@ -188,9 +193,10 @@ def _arguments(chosen: Options) -> dict[str, Any]:
     arguments = chosen._asdict()
     names = (
         *("is_drawn", "keeps", "place", "sinks", "alibi_slopes", "bias", "softcap"),
-        *("bias_requires_grad", "seed"),
+        *("bias_requires_grad", "joint_rows", "seed"),
     )
     is_drawn, *_, seed = map(arguments.pop, names)
+    arguments["joint_position"] = JointRows(chosen.joint_position, *chosen.joint_rows)
     if seed is not None:
         arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)
     if chosen.pattern is not None:
