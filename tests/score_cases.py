@@ -147,6 +147,6 @@ def compute_by(call, problem, drawn, **options):
     return with_gradients(compute, tensors_of(problem), leaves)
 
 
-def assert_equal(found, exact):
+def assert_equal(found, exact, tolerance=1e-9):
     for got, want in zip(found, exact, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)

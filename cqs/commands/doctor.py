@@ -9,12 +9,14 @@ import torch
 import cqs
 from cqs.report.measurement import PACKAGES, installed_versions
 from cqs.worker import BACKENDS, choose_backend
+from cqs.worker.features import feature_table
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``cqs doctor`` has no options."""
+    """Add the options of ``cqs doctor``."""
+    parser.add_argument("--all", action="store_true", help="also list the features of each backend")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -37,6 +39,13 @@ def run(options: argparse.Namespace) -> None:
             print(f"  {name}:")
             for dtype in _DTYPES:
                 print(f"    {str(dtype).removeprefix('torch.')}: {_diagnose(name, dtype, device)}")
+    if options.all:
+        print("\nfeatures by backend; every executor supports them all:")
+        rows = [[cell.replace("`", "") for cell in row] for row in feature_table()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  " + "  ".join(cells).rstrip())
 
 
 def _diagnose(backend: str, dtype: torch.dtype, device: str) -> str:

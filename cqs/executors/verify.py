@@ -124,11 +124,14 @@ def _verify_head(
     """
     query, output, found_lse, key, value = (tensor.double() for tensor in tensors)
     scores = problem.scale * (query @ key.T)
+    magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
     if problem.terms is not None:
         of_head = problem.terms.part(*(slice(index, index + 1) for index in place))
         sampled = [range(row, row + 1) for row in rows]
         of_pairs = of_head.of_pairs(query.device, sampled, [range(len(key))])
-        scores = of_pairs.apply(scores[None, None])[0, 0]
+        scores, magnitudes = (
+            each[0, 0] for each in of_pairs.with_errors(scores[None, None], magnitudes[None, None])
+        )
     masked = scores.masked_fill(~visible, -torch.inf)
     lse, sink = masked.logsumexp(dim=-1), query.new_tensor(0.0)
     if problem.sinks is not None:
@@ -137,7 +140,6 @@ def _verify_head(
     log_weights = masked - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     weights = log_weights.exp()
     factors: Tensor | float = 1.0
-    magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
     magnitudes.masked_fill_(~(visible & scores.isfinite()), 0)
     finite = value.masked_fill(~value.isfinite(), 0)
     if problem.dropout is not None:
@@ -187,8 +189,9 @@ def _bounds(
     Args:
         problem: The problem, which determines dtype and head_dim.
         log_weights: Natural logarithms of the softmax weights, float64 ``[rows, seqlen_kv]``.
-        magnitudes: ``abs(scale) * abs(query) @ abs(key)``, 0 for pairs that are masked out,
-            float64 ``[rows, seqlen_kv]``.
+        magnitudes: What the rounding errors of the scores are proportional to: ``abs(scale) *
+            abs(query) @ abs(key)`` without score terms, 0 for pairs that are masked out, float64
+            ``[rows, seqlen_kv]``.
         sink: The sink of the head, 0 without one.
         visible: The attention mask, bool ``[rows, seqlen_kv]``.
         factors: Factors of dropout on the softmax weights, float64 ``[rows, seqlen_kv]``, or 1

@@ -200,6 +200,24 @@ class PairTerms(NamedTuple):
         found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
         return found.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
 
+    def with_errors(self, scores: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores after all terms, and what their rounding errors are proportional to.
+
+        Args:
+            scores: Scaled products, ``[batch, num_heads, queries, keys]``.
+            magnitudes: What their rounding errors are proportional to, in the same shape.
+        """
+        capped = self._capped(scores)  # its derivative is at most 1
+        shifted = self._shifted(capped)
+        magnitudes = magnitudes + (shifted - capped).abs()
+        if self.terms.score_mod is None:
+            return shifted, magnitudes
+        ones = torch.ones_like(shifted)
+        slopes = self._differentiate_mod(shifted, lambda _: ones).abs()
+        modified = self._modified(shifted)
+        found = slopes.nan_to_num() * magnitudes + modified.abs()
+        return modified, found.masked_fill(~found.isfinite(), 0)
+
     def addend(self) -> Tensor:
         """Return ALiBi and bias, float32, ``[batch, num_heads, queries, keys]`` or 1 for each."""
         found = torch.zeros((1, 1, 1, 1)) if self.bias is None else self.bias.float()

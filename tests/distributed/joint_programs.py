@@ -121,7 +121,7 @@ def joint_score_errors(group, case, cuts, joint, position, names):
     at = JointProblem(group, case, cuts, joint, position, torch.float64)
     num_heads, *lengths = at.problem.query.shape[1], case.seqlen_q, case.seqlen_kv
     generator = torch.Generator().manual_seed(0)
-    drawn = {"sinks": (num_heads,), "bias": (num_heads, *lengths), "table": (num_heads, 256)}
+    drawn = {"sinks": (num_heads,), "bias": (num_heads, *lengths), "table": (num_heads, 2048)}
     leaves = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for name, shape in drawn.items()

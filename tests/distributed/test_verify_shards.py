@@ -35,7 +35,7 @@ def attend_verified(group, case, marks, dtype, options, wrong=()):
     def corrupt(self, *arguments, **rest):
         attended = attend(self, *arguments, **rest)
         if dist.get_rank(group) in wrong:
-            attended.answer[wrong[dist.get_rank(group)]][-1, -1, -1] += 0.1
+            attended[0][wrong[dist.get_rank(group)]][-1, -1, -1] += 0.1
         return attended
 
     RankTask.attend = corrupt

@@ -1,0 +1,64 @@
+"""The table of features by backend says what happens."""
+
+import random
+
+import pytest
+import torch
+from score_cases import Drawn, assert_equal, compute_by, expected
+from support.pages import ROOT
+
+import cqs
+from benchmarks.cases import Case
+from cqs.patterns import sliding_window
+from cqs.worker import BACKENDS
+from cqs.worker.features import FEATURES, feature_table
+
+BEGIN, END = "<!-- table of cqs.worker.features -->\n", "<!-- end of table -->"
+CASE = Case("features", 70, 90, num_heads=4, num_kv_heads=2)
+TERMS = {
+    "`Scores(sinks=)`": "sinks",
+    "`Scores(softcap=)`": "softcap",
+    "`Scores(alibi_slopes=)`": "alibi_slopes",
+    "`Scores(bias=)`": "bias",
+    "gradient of a bias": "bias",
+    "`Scores(score_mod=)`": "score_mod",
+}
+
+
+def as_markdown():
+    header, *rows = feature_table()
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def test_the_page_has_the_table():
+    page = (ROOT / "docs" / "scores.md").read_text()
+    assert page.split(BEGIN)[1].split(END)[0] == as_markdown()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_backend_supports_what_the_table_says(backend, feature):
+    problem = CASE.make(torch.float32)
+    drawn = Drawn(problem, random.Random(1), [TERMS.get(feature)])
+    drawn.has_bias_gradient = feature.startswith("gradient")
+    options = {
+        "sparse patterns": {"pattern": sliding_window(20, 5)},
+        "dropout": {"dropout_p": 0.2, "seed": 1},
+    }.get(feature, {})
+
+    def compute():
+        call = {"backend": backend, "num_tasks": 3} | options
+        if "pattern" in call:
+            tensors = problem.query, problem.key, problem.value
+            return cqs.attention(*tensors, **call)
+        return compute_by(cqs.attention, problem, drawn, **call)
+
+    if not FEATURES[feature](BACKENDS[backend]):
+        if feature != "a task in one launch":
+            with pytest.raises(NotImplementedError, match=f"backend '{backend}' does not support"):
+                compute()
+        return
+    found = compute()
+    if not options:
+        assert_equal(found, expected(problem, drawn), 1e-4)
