@@ -125,9 +125,9 @@ def attention(
         scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
-        backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"`` or ``"reference"``; ``None``
-            selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the call. A
-            named backend never falls back to another; it raises.
+        backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"``, ``"flex"`` or ``"reference"``;
+            ``None`` selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the
+            call. A named backend never falls back to another; it raises.
         executor: ``None`` or ``"local"`` computes in this process, a :class:`cqs.Cluster` on its
             workers, and ``"ray"`` on a cluster that is started for this call (takes seconds), and
             again for its backward pass.

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from score_cases import Drawn, assert_equal, compute_by, expected
+from score_cases import Drawn, assert_equal, compute_by, expected, relative, scaled
 from support.pages import ROOT
 
 import cqs
@@ -22,6 +22,7 @@ TERMS = {
     "`Scores(bias=)`": "bias",
     "gradient of a bias": "bias",
     "`Scores(score_mod=)`": "score_mod",
+    "gradients of what a score function reads": "score_mod",
 }
 
 
@@ -42,6 +43,8 @@ def test_a_backend_supports_what_the_table_says(backend, feature):
     problem = CASE.make(torch.float32)
     drawn = Drawn(problem, random.Random(1), [TERMS.get(feature)])
     drawn.has_bias_gradient = feature.startswith("gradient")
+    if drawn.score_mod is not None:
+        drawn.score_mod = relative if feature.startswith("gradients") else scaled
     options = {
         "sparse patterns": {"pattern": sliding_window(20, 5)},
         "dropout": {"dropout_p": 0.2, "seed": 1},

@@ -59,6 +59,7 @@ class ScoreTerms:
             "bias": self.bias is not None,
             "gradient of bias": self.bias_requires_grad,
             "score_mod": self.score_mod is not None,
+            "gradient of score_mod": bool(self.captured),
         }
         return frozenset(name for name, is_given in found.items() if is_given)
 

@@ -17,6 +17,8 @@ class Backend:
     supports_dropout = False
     supported_terms: frozenset[str] = frozenset()
     """Names of the score terms that the backend supports, see :attr:`ScoreTerms.names`."""
+    required_terms: frozenset[str] = frozenset()
+    """Names of score terms without which the backend does not compute a call."""
     supports_patterns = False
     """Whether the backend supports calls with a mask, into which sparse patterns are cut."""
 

@@ -11,11 +11,12 @@ from cqs.worker.backend import Backend
 from cqs.worker.cpu import CPU
 from cqs.worker.cudnn import CUDNN
 from cqs.worker.flash import FLASH
+from cqs.worker.flex import FLEX
 from cqs.worker.reference import REFERENCE
 from cqs.worker.triton import TRITON
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (CPU, TRITON, FLASH, CUDNN, REFERENCE)
+    backend.name: backend for backend in (CPU, TRITON, FLASH, CUDNN, FLEX, REFERENCE)
 }
 """All backends by name.
 
@@ -36,7 +37,7 @@ a task, and it can return float32. The backward pass of ``cudnn`` is never the d
 accumulates in a nondeterministic order.
 """
 
-BEST_FOR_WHOLE_CALLS = ("cpu", "flash", "triton", "cudnn", "reference")
+BEST_FOR_WHOLE_CALLS = ("cpu", "flash", "triton", "cudnn", "flex", "reference")
 """Names of all backends in the order of preference for work that is a single call."""
 
 
@@ -79,7 +80,10 @@ def choose_backend(
             return "does not support dropout"
         if pattern is not None and not found.supports_patterns:
             return "does not support sparse patterns"
-        if terms is not None and (missing := terms.names - found.supported_terms):
+        names = frozenset() if terms is None else terms.names
+        if lacking := found.required_terms - names:
+            return f"requires scores with {', '.join(sorted(lacking))}"
+        if missing := names - found.supported_terms:
             return f"does not support scores with {', '.join(sorted(missing))}"
         return found.why_not(query, key, value)
 

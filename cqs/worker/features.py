@@ -11,7 +11,7 @@ def _has_term(name: str) -> Callable[[Backend], bool]:
 
 
 FEATURES: dict[str, Callable[[Backend], bool]] = {
-    "causal masks, GQA, any lengths": lambda backend: True,
+    "calls without a score function": lambda backend: not backend.required_terms,
     "sparse patterns": lambda backend: backend.supports_patterns,
     "dropout": lambda backend: backend.supports_dropout,
     "`Scores(sinks=)`": lambda backend: True,  # added after the merge
@@ -20,6 +20,7 @@ FEATURES: dict[str, Callable[[Backend], bool]] = {
     "`Scores(bias=)`": _has_term("bias"),
     "gradient of a bias": _has_term("gradient of bias"),
     "`Scores(score_mod=)`": _has_term("score_mod"),
+    "gradients of what a score function reads": _has_term("gradient of score_mod"),
     "a task in one launch": lambda backend: not isinstance(backend, CallBackend),
 }
 """Feature -> whether a backend supports it."""

@@ -20,7 +20,10 @@ class _Reference(CallBackend):
     name = "reference"
     supports_dropout = supports_patterns = True
     supported_terms = frozenset(
-        ("softcap", "alibi_slopes", "bias", "gradient of bias", "score_mod")
+        (
+            *("softcap", "alibi_slopes", "bias", "score_mod"),
+            *("gradient of bias", "gradient of score_mod"),
+        )
     )
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -1,0 +1,119 @@
+"""Backend ``flex``: PyTorch's FlexAttention on GPUs, for scores with a function.
+
+PyTorch compiles a kernel, in seconds, at the first call with each function.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Partial, has_triton
+from cqs.problem.score_terms import PairTerms
+from cqs.worker.backend import CallBackend
+from cqs.worker.operands import Operands
+
+_LEAST_HEAD_DIM = 16
+
+
+class _Flex(CallBackend):
+    """FlexAttention; each call has a kernel for its score function.
+
+    It does not compute the gradients of what the function reads, because PyTorch adds them up in a
+    nondeterministic order.
+    """
+
+    name = "flex"
+    required_terms = frozenset(("score_mod",))
+    supported_terms = frozenset(("softcap", "alibi_slopes", "bias", "score_mod"))
+
+    def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+        if query.device.type != "cuda":
+            return f"requires CUDA tensors, got {query.device}"
+        if query.dtype == torch.float64:
+            return "requires float32, bfloat16 or float16, got torch.float64"
+        if (least := min(query.shape[3], value.shape[3])) < _LEAST_HEAD_DIM:
+            return f"requires a head_dim of at least {_LEAST_HEAD_DIM}, got {least}"
+        return None if has_triton() else "requires Triton, which is not installed"
+
+    def attend(self, operands: Operands) -> Partial:
+        return _attend(operands, operands.query, operands.key, operands.value)
+
+    def differentiate(
+        self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients from those of the call's own output and LSE.
+
+        The output of the whole problem is ``sum(w * part)`` with ``w = exp(lse of part - lse)``. By
+        it the gradient of a part is ``w * grad_output``, and that of its LSE ``w * rowsum(
+        (part - output) * grad_output)``.
+        """
+        tensors = operands.query, operands.key, operands.value
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        with torch.enable_grad():
+            part, part_lse = _attend(operands, *leaves)
+        weights = torch.exp(part_lse.detach() - lse)
+        of_rows = ((part.detach().float() - output.float()) * grad_output.float()).sum(-1)
+        grad_part = (weights.unsqueeze(-1) * grad_output).to(part.dtype)
+        query, key, value = torch.autograd.grad(
+            (part, part_lse), leaves, (grad_part, weights * of_rows)
+        )
+        return query, key, value
+
+
+FLEX = _Flex()
+
+
+def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    assert operands.terms is not None
+    output, aux = _compiled()(
+        query,
+        key,
+        value,
+        score_mod=_score_mod_of(operands.terms, operands.is_causal),
+        scale=operands.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return Partial(output, aux.lse)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return found
+
+
+def _score_mod_of(pairs: PairTerms, is_causal: bool) -> Callable[..., Tensor]:
+    """Return the score function of a call's row numbers, with all terms and the causal mask."""
+    terms, score_mod = pairs.terms, pairs.terms.score_mod
+    assert pairs.positions is not None and score_mod is not None
+    queries, keys = pairs.positions
+    softcap, slopes, distance = terms.softcap, terms.alibi_slopes, terms.distance
+    first_batch, first_head = terms.first_batch, terms.first_head
+    has_dim = [] if pairs.bias is None else [size != 1 for size in pairs.bias.shape]
+    bias = None if pairs.bias is None else pairs.bias.squeeze()
+    one_batch = slopes is None or slopes.shape[0] == 1
+
+    def function(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            slope = slopes[0, head] if one_batch else slopes[batch, head]
+            score = score - slope * (queries[row] + distance - keys[column]).abs()
+        if bias is not None:
+            indices = (batch, head, row, column)
+            chosen = tuple(index for index, has in zip(indices, has_dim, strict=True) if has)
+            score = score + (bias[chosen] if chosen else bias)
+        found: Tensor = score_mod(
+            score, batch + first_batch, head + first_head, queries[row], keys[column]
+        )
+        return torch.where(row >= column, found, -torch.inf) if is_causal else found
+
+    return function
