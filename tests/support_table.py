@@ -121,7 +121,8 @@ FEATURES: dict[str, tuple[Case, Callable[[Problem, str], None]]] = {
     "per head": (replace(_SQUARE, num_heads=2, num_kv_heads=2), _both),
     "float16": (_SQUARE, _both),  # Triton's interpreter knows no bfloat16
 }
-CELLS = [Cell(b, p, f) for b in BACKENDS for p in PATTERNS for f in FEATURES]
+NAMES = [name for name, backend in BACKENDS.items() if not backend.required_terms]
+CELLS = [Cell(b, p, f) for b in NAMES for p in PATTERNS for f in FEATURES]
 
 
 def run(cell: Cell) -> str:
@@ -147,7 +148,7 @@ def format_tables(found: dict[Cell, str]) -> str:
     """Lay out a table for each backend; backends that do the same share one."""
     reasons = list(dict.fromkeys(text for text in found.values() if text != "yes"))
     shared: dict[str, list[str]] = {}
-    for backend in BACKENDS:
+    for backend in NAMES:
         rows = []
         for pattern in PATTERNS:
             texts = [found[Cell(backend, pattern, feature)] for feature in FEATURES]

@@ -186,7 +186,7 @@ BAD = {
         ValueError,
         r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
     ),
-    "backend-unknown": (attend(backend="flex"), ValueError, "backend .* got 'flex'"),
+    "backend-unknown": (attend(backend="flash2"), ValueError, "backend .* got 'flash2'"),
     "backend-empty": (attend(backend=""), ValueError, "backend .* got ''"),
     "backend-number": (attend(backend=5), (TypeError, ValueError), "backend .* got 5"),
     "backend-list": (attend(backend=["cpu"]), (TypeError, ValueError), r"backend .*\['cpu'\]"),
