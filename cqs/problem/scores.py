@@ -54,8 +54,7 @@ def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float 
     """
     if scores is None:
         return (None, None, None), None, False, None
-    if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    check_is_scores(scores)
     tensors = scores.sinks, scores.alibi_slopes, scores.bias
     return tensors, scores.softcap, requires_grad(scores.bias), scores.score_mod
 
@@ -76,8 +75,7 @@ def check_scores(
     """
     if scores is None:
         return None, None
-    if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    check_is_scores(scores)
     sinks = _check_tensor("sinks", scores.sinks, query)
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(
@@ -94,6 +92,12 @@ def check_scores(
         bias_requires_grad=requires_grad(scores.bias),
     )
     return sinks, terms if terms.names else None
+
+
+def check_is_scores(scores: Scores) -> None:
+    """Raise TypeError unless ``scores`` is :class:`Scores`."""
+    if not isinstance(scores, Scores):
+        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
 
 
 def captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
