@@ -145,7 +145,7 @@ def assert_as_exact_as(
     Args:
         compute: Function of cqs.
         reference: Function of the other project.
-        operands: Query, key and value.
+        operands: Tensors whose gradients are compared.
         tolerance: Relative and absolute; the default is that of ``torch.testing``.
     """
     dtype = operands[0].dtype
