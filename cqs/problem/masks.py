@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cqs.patterns import Pattern, causal, from_mask, sliding_window
 from cqs.problem.scores import Scores, check_is_scores
-from cqs.problem.tensors import DTYPES, plain_value
+from cqs.problem.tensors import DTYPES, dense_value
 
 
 def add_mask(
@@ -33,10 +33,7 @@ def add_mask(
     """
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
-    if attn_mask.layout != torch.strided or attn_mask.is_nested:
-        raise TypeError(f"attn_mask must be a dense tensor, got layout {attn_mask.layout}")
-    if type(attn_mask).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        attn_mask = plain_value("attn_mask", attn_mask)
+    attn_mask = dense_value("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, *DTYPES):
         raise TypeError(
             f"attn_mask must be bool, float64, float32, bfloat16 or float16, got {attn_mask.dtype}"

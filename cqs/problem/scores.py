@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from cqs.arguments import to_float
 from cqs.partial import Partial
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
-from cqs.problem.tensors import DTYPES, plain_value
+from cqs.problem.tensors import DTYPES, dense_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +120,7 @@ def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | N
         return None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"scores.{name} must be a tensor or None, got {type(tensor).__name__}")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        tensor = plain_value(f"scores.{name}", tensor)
+    tensor = dense_value(f"scores.{name}", tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"scores.{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
@@ -184,8 +184,22 @@ def _check_bias(bias: Tensor | None, query: Tensor, seqlen_kv: int | None) -> Te
 
 
 def _check_score_mod(score_mod: Any) -> Any:
-    if score_mod is not None and not callable(score_mod):
+    """Return a function of five arguments, or ``None``, or raise TypeError."""
+    if score_mod is None:
+        return None
+    if not callable(score_mod):
         raise TypeError(f"scores.score_mod must be a function or None, got {score_mod!r}")
+    try:
+        of_function = signature(score_mod)
+    except ValueError:  # a function of C without one
+        return score_mod
+    try:
+        of_function.bind(*range(5))
+    except TypeError:
+        raise TypeError(
+            "scores.score_mod must be a function of score, batch element, head, query and key, "
+            f"got one of {of_function}"
+        ) from None
     return score_mod
 
 

@@ -24,7 +24,6 @@ NUM_TASKS = 3
 REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (TypeError, r"^\w+\(\) does not support (\w+): ", r"\1"),
     (TypeError, r"^flex_attention\(\) got an unexpected keyword argument '(prob_mod)'", r"\1"),
-    (NotImplementedError, r"^(\w+) must be None, got ", r"\1"),
     (NotImplementedError, r" of layer \d+: (\w+) is not supported$", r"\1"),
     (
         ValueError,
