@@ -132,9 +132,9 @@ MASKS = {
         "pattern must be a cqs.patterns.Pattern, got str",
     ),
     "mask-backend": (
-        masked(tensor(10, 10), backend="cpu"),
+        masked(tensor(10, 10), backend="triton"),
         NotImplementedError,
-        "backend 'cpu' does not support scores with bias",
+        "backend 'triton' does not support scores with bias",
     ),
     "gqa-int": (masked(None, enable_gqa=1), TypeError, "enable_gqa must be a bool, got 1"),
     "gqa-none": (masked(None, enable_gqa=None), TypeError, "enable_gqa must be a bool, got None"),
@@ -258,9 +258,9 @@ SCORES = {
         "backend 'cpu' does not support scores with score_mod",
     ),
     "bias-backend": (
-        attend(scores=cqs.Scores(bias=tensor(10, 10)), backend="cpu"),
+        attend(scores=cqs.Scores(bias=tensor(10, 10, requires_grad=True)), backend="cpu"),
         NotImplementedError,
-        "backend 'cpu' does not support scores with bias",
+        "backend 'cpu' does not support scores with gradient of bias",
     ),
     "slopes-backend": (
         attend(scores=cqs.Scores(alibi_slopes=tensor(4)), backend="cudnn"),
@@ -398,7 +398,7 @@ BAD = {
         ValueError,
         r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
     ),
-    "backend-unknown": (attend(backend="flex"), ValueError, "backend .* got 'flex'"),
+    "backend-unknown": (attend(backend="math"), ValueError, "backend .* got 'math'"),
     "backend-empty": (attend(backend=""), ValueError, "backend .* got ''"),
     "backend-number": (attend(backend=5), (TypeError, ValueError), "backend .* got 5"),
     "backend-list": (attend(backend=["cpu"]), (TypeError, ValueError), r"backend .*\['cpu'\]"),

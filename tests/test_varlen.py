@@ -47,6 +47,7 @@ def results(attend, leaves):
 @pytest.mark.parametrize("call", ["local", "parts", "graph"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_documents_equal_varlen_calls(is_causal, call):
+    torch._dynamo.reset()
     calls = {
         "local": partial(cqs.attention, num_tasks=5, verify=True),
         "parts": partial(cqs.streaming.attention, memory_budget=200_000, device="cpu"),

@@ -10,6 +10,13 @@ from cqs.problem.scores import Scores, check_is_scores
 from cqs.problem.tensors import DTYPES, dense_value
 
 
+def check_mask(attn_mask: Tensor) -> Tensor:
+    """Return a mask whose memory has its values, or raise TypeError."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
+    return dense_value("attn_mask", attn_mask)
+
+
 def add_mask(
     attn_mask: Tensor,
     sizes: tuple[int, int, int, int],
@@ -28,12 +35,9 @@ def add_mask(
         scores: Scores of the call, which get a floating-point mask as their bias.
 
     Raises:
-        TypeError: ``attn_mask`` is not a tensor, or has another dtype.
+        TypeError: ``attn_mask`` has another dtype.
         ValueError: ``attn_mask`` has another shape or device, or ``scores`` has a bias too.
     """
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
-    attn_mask = dense_value("attn_mask", attn_mask)
     if attn_mask.dtype not in (torch.bool, *DTYPES):
         raise TypeError(
             f"attn_mask must be bool, float64, float32, bfloat16 or float16, got {attn_mask.dtype}"
