@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,9 @@ def _measure(
     """Time runs on the cluster, each after the same tasks in one process on the same device."""
     tensors = problem.query, problem.key, problem.value
     local = tuple(_to_gpu(tensors)) if torch.cuda.is_available() else tensors
-    attend = partial(cqs.attention, *local, is_causal=problem.is_causal, num_tasks=num_tasks)
+    query, key, value = local
+    options: dict[str, Any] = {"is_causal": problem.is_causal, "num_tasks": num_tasks}
+    attend = partial(cqs.attention, query, key, value, **options)
     reports, seconds = [], []
     for _ in track(range(repeats + 1), repeats + 1, f"{name}, W = {num_tasks}"):
         seconds.append(time_by_wall_clock(attend)[0])

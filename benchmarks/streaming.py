@@ -226,8 +226,9 @@ def _measure_part(length: int, shape: AttentionShape, is_causal: bool, budget: i
 
 
 def _attend(tensors: list[Tensor], **options: Any) -> Tensor:
+    query, key, value = tensors
     attention = cqs.streaming.attention if "memory_budget" in options else cqs.attention
-    output = attention(*tensors, **options)
+    output = attention(query, key, value, **options)
     assert isinstance(output, Tensor)
     return output
 

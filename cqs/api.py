@@ -15,6 +15,7 @@ from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
+from cqs.problem.masks import add_mask
 from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler import Kind
 from cqs.uncompiled import replaced_in_graphs
@@ -32,11 +33,13 @@ def _attention_in_graph(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    pattern: Pattern | None = None,
     seed: int | None = None,
     scores: Scores | None = None,
     num_tasks: int | None = None,
@@ -50,6 +53,14 @@ def _attention_in_graph(
     """Call an operator in place of :func:`attention`; Ray has none."""
     if executor not in (None, "local") or callable(progress):
         return NotImplemented
+    if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
+        return NotImplemented  # an error
+    if attn_mask is not None:
+        if query.ndim != 4 or key.ndim != 4:
+            return NotImplemented  # an error
+        batch = max(query.shape[0], key.shape[0], value.shape[0])
+        sizes = batch, *query.shape[1:3], key.shape[2]
+        pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
     of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
@@ -78,11 +89,13 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    pattern: Pattern | None = None,
     seed: int | None = None,
     scores: Scores | None = None,
     num_tasks: int | None = None,
@@ -95,11 +108,13 @@ def attention(
 ) -> Tensor | AttentionOutput:
     """Compute exact attention as ``num_tasks`` independent tasks.
 
-    The result equals ``torch.nn.functional.scaled_dot_product_attention(query, key, value,
-    is_causal=is_causal, scale=scale, enable_gqa=True)`` up to rounding, with two differences:
+    The signature begins with that of ``torch.nn.functional.scaled_dot_product_attention``, and
+    results are equal up to rounding, with these differences:
 
     - Causal attention of unequal lengths is aligned at the bottom right.
     - A query that attends to no key has output 0 and LSE -inf.
+    - ``attn_mask`` and ``is_causal`` may be combined.
+    - ``enable_gqa`` is True unless it is given.
 
     Sums are accumulated in float32 (float64 for float64 inputs). Inputs are never written to.
     Autograd computes first derivatives of the output; it treats the LSE as a constant.
@@ -113,13 +128,21 @@ def attention(
             share a KV head (GQA).
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
             ``query``.
-        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
-        pattern: Sparse pattern of :mod:`cqs.patterns`, the query-key pairs that attend. With
-            ``is_causal`` it is intersected with the causal mask. Masked blocks are not computed.
-        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        attn_mask: Boolean, True where a query attends to a key: equivalent to
+            ``pattern=from_mask(attn_mask)``, and intersected with ``pattern`` and the causal mask.
+            Or a floating-point bias: equivalent to ``scores=Scores(bias=attn_mask)``, with its
+            gradient. Broadcastable to ``[batch, num_heads, seqlen_q, seqlen_kv]``, on the device of
+            ``query``. Convert a boolean mask once, with :func:`cqs.patterns.from_mask`, if many
+            calls use it.
         dropout_p: Probability, in [0, 1), that an attention weight is zeroed after the softmax; the
             others are divided by ``1 - dropout_p``. The dropout mask is a function of seed, batch,
             head and positions, independent of tasks, executor and kernels.
+        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
+        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
+        enable_gqa: Whether ``key`` and ``value`` may have fewer heads than ``query``, but more than
+            one.
+        pattern: Sparse pattern of :mod:`cqs.patterns`, the query-key pairs that attend. With
+            ``is_causal`` it is intersected with the causal mask. Masked blocks are not computed.
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
         scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
@@ -171,6 +194,8 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
         scores=scores,
+        attn_mask=attn_mask,
+        enable_gqa=enable_gqa,
     )
     if num_tasks is not None and executor is not None:
         for _, part in problem.parts():

@@ -19,10 +19,11 @@ _ADVICE = {
     ("q",): "pass query, [batch, num_heads, seqlen, head_dim]",
     ("k",): "pass key, [batch, num_kv_heads, seqlen, head_dim]",
     ("v",): "pass value, [batch, num_kv_heads, seqlen, value_dim]",
-    ("attn_mask", "attention_mask", "mask", "key_padding_mask", "attn_bias", "bias"): (
-        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention; for a bias call PyTorch's "
-        "FlexAttention"
+    ("attn_mask", "attention_mask", "mask", "key_padding_mask"): (
+        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention, or scores=cqs.Scores(bias="
+        "mask) for floating-point values"
     ),
+    ("attn_bias", "bias"): "pass scores=cqs.Scores(bias=bias) to cqs.attention",
     ("pattern",): "pass it to cqs.attention",
     ("block_mask",): "pass pattern=cqs.patterns.from_block_mask(block_mask)",
     ("is_causal", "causal"): "pass is_causal to cqs.attention",
@@ -31,7 +32,9 @@ _ADVICE = {
     ("window_size", "sliding_window", "local_window_size"): (
         "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
     ),
-    ("score_mod", "alibi_slopes"): "call PyTorch's FlexAttention",
+    ("scores",): "pass it to cqs.attention",
+    ("score_mod",): "pass scores=cqs.Scores(score_mod=score_mod) to cqs.attention",
+    ("alibi_slopes",): "pass scores=cqs.Scores(alibi_slopes=alibi_slopes) to cqs.attention",
     ("softcap",): "pass scores=cqs.Scores(softcap=softcap) to cqs.attention",
     ("sinks", "s_aux", "learnable_sink"): "pass scores=cqs.Scores(sinks=sinks) to cqs.attention",
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (

@@ -38,6 +38,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "dropout_p": {"dropout_p": 0.2, "seed": 3},
     "seed": {"dropout_p": 0.2, "seed": 3},
+    "attn_mask": {"attn_mask": torch.ones(41, 41, dtype=torch.bool).triu(-9)},
+    "enable_gqa": {"enable_gqa": False},
     "scores": {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0]), softcap=2.0)},
     "num_tasks": {"num_tasks": 5},
     "plan": {"plan": "rows"},
@@ -65,12 +67,16 @@ OWN = {
 }
 """Arguments of a single function, which are no options of a computation."""
 
+_NO_MASK = "pass `pattern=from_mask(mask)`, or a bias in `scores`"
+_ALWAYS = "query heads share KV heads where these are fewer"
 _PER_RANK = "every rank computes one task"
 _NO_RANKS = "there are no ranks"
 _NO_MEMORY = "its inputs are in memory as a whole; `cqs.streaming.attention` reads them in parts"
 _OF_TENSORS = "it computes on the device of its tensors"
 _PLANNED = "it cuts the problem by the memory budget"
 HOLES: dict[tuple[str, str], str] = {
+    **{("attn_mask", executor): _NO_MASK for executor in FUNCTIONS if executor != "this process"},
+    **{("enable_gqa", executor): _ALWAYS for executor in FUNCTIONS if executor != "this process"},
     **{(row, "Ray shards"): _PER_RANK for row in ("num_tasks", "progress")},
     **{(row, "ranks"): _PER_RANK for row in ("num_tasks", "progress")},
     **{
@@ -100,9 +106,9 @@ HOLES: dict[tuple[str, str], str] = {
 
 
 def parameters(executor: str) -> list[str]:
-    """List the keyword arguments of an executor's function."""
-    found = inspect.signature(FUNCTIONS[executor]).parameters.values()
-    return [each.name for each in found if each.kind is each.KEYWORD_ONLY]
+    """List the options of an executor's function."""
+    found = inspect.signature(FUNCTIONS[executor]).parameters
+    return [name for name in found if name not in ("self", "query", "key", "value")]
 
 
 def cells() -> list[tuple[str, str]]:

@@ -58,7 +58,219 @@ def read_text(text):
     return lambda: cqs.Plan.from_json(text)
 
 
+def masked(mask, **changes):
+    """Call ``cqs.attention`` with an attn_mask, for two KV heads."""
+    return attend(attn_mask=mask, key=tensor(2, 2, 10, 8), value=tensor(2, 2, 10, 8), **changes)
+
+
+def scored(**options):
+    return attend(scores=cqs.Scores(**options))
+
+
+def modified(score_mod, **changes):
+    return attend(scores=cqs.Scores(score_mod=score_mod), **changes)
+
+
+def choose(score, batch, head, query, key):
+    return score if query >= key else -score
+
+
+def fake(*shape):
+    return FakeTensorMode().from_tensor(tensor(*shape))
+
+
+def jagged():
+    return torch.nested.nested_tensor([tensor(10, 10)] * 2, layout=torch.jagged)
+
+
+MASKS = {
+    "mask-list": (masked([[True]]), TypeError, "attn_mask must be a tensor or None, got list"),
+    "mask-bool": (masked(True), TypeError, "attn_mask must be a tensor or None, got bool"),
+    "mask-numpy": (masked(np.ones((10, 10))), TypeError, "attn_mask .* got ndarray"),
+    "mask-pattern": (masked(causal()), TypeError, "attn_mask must be a tensor or None"),
+    "mask-int": (masked(tensor(10, 10, dtype=int)), TypeError, "attn_mask .* got torch.int64"),
+    "mask-complex": (
+        masked(tensor(10, 10, dtype=torch.complex64)),
+        TypeError,
+        "attn_mask must be bool, .* got torch.complex64",
+    ),
+    "mask-sparse": (
+        masked(tensor(10, 10).to_sparse()),
+        TypeError,
+        "attn_mask must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "mask-nested": (lambda: masked(jagged())(), TypeError, "attn_mask .* got layout torch.jagged"),
+    "mask-fake": (lambda: masked(fake(10, 10))(), TypeError, "attn_mask .* got FakeTensor"),
+    "mask-rank-5": (
+        masked(tensor(1, 1, 1, 10, 10)),
+        ValueError,
+        r"attn_mask must be broadcastable .* got \[1, 1, 1, 10, 10\]",
+    ),
+    "mask-rows": (
+        masked(tensor(9, 10)),
+        ValueError,
+        r"attn_mask .* \[2, 4, 10, 10\], got \[9, 10\]",
+    ),
+    "mask-columns": (masked(tensor(10, 11, dtype=bool)), ValueError, r"attn_mask .*\[10, 11\]"),
+    "mask-kv-heads": (masked(tensor(2, 2, 10, 10)), ValueError, r"attn_mask .*\[2, 2, 10, 10\]"),
+    "mask-batch": (masked(tensor(3, 1, 1, 10)), ValueError, r"attn_mask .* got \[3, 1, 1, 10\]"),
+    "mask-empty": (masked(tensor(0, 10)), ValueError, r"attn_mask .* got \[0, 10\]"),
+    "mask-device": (
+        masked(tensor(10, 10, device="meta")),
+        ValueError,
+        "attn_mask must be on the device of query, cpu, got meta",
+    ),
+    "mask-and-bias": (
+        masked(tensor(10, 10), scores=cqs.Scores(bias=tensor(10, 10))),
+        ValueError,
+        "attn_mask must be boolean or None with scores.bias, got torch.float32",
+    ),
+    "mask-and-scores": (masked(tensor(10, 10), scores=5), TypeError, "scores must .* got int"),
+    "mask-and-pattern": (
+        masked(tensor(10, 10, dtype=bool), pattern="causal"),
+        TypeError,
+        "pattern must be a cqs.patterns.Pattern, got str",
+    ),
+    "mask-backend": (
+        masked(tensor(10, 10), backend="triton"),
+        NotImplementedError,
+        "backend 'triton' does not support scores with bias",
+    ),
+    "gqa-int": (masked(None, enable_gqa=1), TypeError, "enable_gqa must be a bool, got 1"),
+    "gqa-none": (masked(None, enable_gqa=None), TypeError, "enable_gqa must be a bool, got None"),
+    "gqa-false": (
+        masked(None, enable_gqa=False),
+        ValueError,
+        "num_kv_heads must be 1 or num_heads, 4, without enable_gqa, got 2",
+    ),
+}
+SCORES = {
+    "scores-dict": (attend(scores={"softcap": 1.0}), TypeError, "scores must .* got dict"),
+    "scores-class": (attend(scores=cqs.Scores), TypeError, "scores must .* got type"),
+    "scores-function": (attend(scores=choose), TypeError, "scores must .* got function"),
+    "sinks-number": (scored(sinks=1.0), TypeError, r"scores\.sinks must be a tensor .* got float"),
+    "sinks-0d": (scored(sinks=torch.tensor(1.0)), ValueError, r"scores\.sinks .* got \[\]"),
+    "sinks-sparse": (scored(sinks=tensor(4).to_sparse()), TypeError, r"scores\.sinks .* dense"),
+    "softcap-negative": (scored(softcap=-1), ValueError, r"softcap must be positive .* got -1"),
+    "softcap-nan": (scored(softcap=float("nan")), ValueError, r"softcap .* got nan"),
+    "softcap-bool": (scored(softcap=True), TypeError, r"softcap must be a number .* got True"),
+    "softcap-tensor": (scored(softcap=torch.tensor(1.0)), TypeError, r"softcap .* got tensor"),
+    "softcap-huge": (scored(softcap=10**400), ValueError, "softcap must be positive and finite"),
+    "slopes-list": (scored(alibi_slopes=[1.0] * 4), TypeError, r"alibi_slopes .* got list"),
+    "slopes-int": (scored(alibi_slopes=tensor(4, dtype=int)), TypeError, "alibi_slopes .*int64"),
+    "slopes-number": (scored(alibi_slopes=torch.tensor(1.0)), ValueError, r"slopes .* got \[\]"),
+    "slopes-kv-heads": (
+        scored(alibi_slopes=tensor(2)),
+        ValueError,
+        r"alibi_slopes must be .* \[4\] or \[2, 4\], got \[2\]",
+    ),
+    "slopes-batch": (scored(alibi_slopes=tensor(3, 4)), ValueError, r"slopes .* got \[3, 4\]"),
+    "slopes-rank-3": (scored(alibi_slopes=tensor(2, 4, 1)), ValueError, r"slopes .* \[2, 4, 1\]"),
+    "slopes-gradient": (
+        scored(alibi_slopes=tensor(4, requires_grad=True)),
+        ValueError,
+        r"scores\.alibi_slopes must not require gradients: detach them, or pass score_mod",
+    ),
+    "slopes-device": (
+        scored(alibi_slopes=tensor(4, device="meta")),
+        ValueError,
+        "alibi_slopes must be on the device of query, cpu, got meta",
+    ),
+    "bias-list": (scored(bias=[[0.0]]), TypeError, r"scores\.bias must be a tensor .* got list"),
+    "bias-number": (scored(bias=0.5), TypeError, r"scores\.bias must be a tensor .* got float"),
+    "bias-int": (scored(bias=tensor(10, 10, dtype=int)), TypeError, r"scores\.bias .* torch.int64"),
+    "bias-bool": (
+        scored(bias=tensor(10, 10, dtype=bool)),
+        TypeError,
+        r"scores\.bias must be floating-point, got torch.bool: pass pattern=.*from_mask",
+    ),
+    "bias-float8": (
+        scored(bias=tensor(10, 10, dtype=torch.float8_e4m3fn)),
+        TypeError,
+        r"scores\.bias .* got torch.float8_e4m3fn",
+    ),
+    "bias-complex": (
+        scored(bias=tensor(10, 10, dtype=torch.complex64)),
+        TypeError,
+        r"scores\.bias .* torch.complex64",
+    ),
+    "bias-sparse": (scored(bias=tensor(10, 10).to_sparse()), TypeError, r"bias .*sparse_coo"),
+    "bias-mkldnn": (scored(bias=tensor(10, 10).to_mkldnn()), TypeError, r"bias .* torch._mkldnn"),
+    "bias-nested": (lambda: scored(bias=jagged())(), TypeError, r"bias .* layout torch.jagged"),
+    "bias-fake": (lambda: scored(bias=fake(10, 10))(), TypeError, r"bias .* got FakeTensor"),
+    "bias-rank-5": (scored(bias=tensor(1, 1, 1, 10, 10)), ValueError, r"\[1, 1, 1, 10, 10\]"),
+    "bias-rows": (
+        scored(bias=tensor(9, 10)),
+        ValueError,
+        r"scores\.bias must be broadcastable to .* \[2, 4, 10, 10\], got \[9, 10\]",
+    ),
+    "bias-columns": (scored(bias=tensor(10, 11)), ValueError, r"bias .* got \[10, 11\]"),
+    "bias-heads": (scored(bias=tensor(2, 10, 10)), ValueError, r"bias .* got \[2, 10, 10\]"),
+    "bias-batch": (scored(bias=tensor(3, 1, 1, 1)), ValueError, r"bias .* got \[3, 1, 1, 1\]"),
+    "bias-empty": (scored(bias=tensor(10, 0)), ValueError, r"bias .* got \[10, 0\]"),
+    "bias-device": (
+        scored(bias=tensor(10, 10, device="meta")),
+        ValueError,
+        r"scores\.bias must be on the device of query, cpu, got meta",
+    ),
+    "mod-number": (modified(3), TypeError, r"score_mod must be a function or None, got 3"),
+    "mod-tensor": (modified(tensor(3)), TypeError, r"score_mod must be a function .* got tensor"),
+    "mod-few": (modified(lambda s: s), TypeError, r"score_mod must .* got one of \(s\)"),
+    "mod-many": (
+        modified(lambda s, b, h, i, j, x: s),
+        TypeError,
+        r"score_mod must be a function of score, .* got one of \(s, b, h, i, j, x\)",
+    ),
+    "mod-none": (modified(lambda s, *_: None), TypeError, r"score_mod must return .* NoneType"),
+    "mod-float": (modified(lambda s, *_: 0.5), TypeError, r"score_mod must return .* got float"),
+    "mod-tuple": (modified(lambda s, *_: (s, s)), TypeError, r"score_mod must return .* got tuple"),
+    "mod-shape": (
+        modified(lambda s, *_: s * torch.ones(2)),
+        TypeError,
+        r"score_mod must return a floating-point scalar .* torch.float32 of shape \[2\]",
+    ),
+    "mod-mask": (
+        modified(lambda s, b, h, i, j: i >= j),
+        TypeError,
+        r"score_mod must return .* got torch.bool of shape \[\]",
+    ),
+    "mod-int": (modified(lambda s, b, h, i, j: i - j), TypeError, "score_mod must .* torch.int64"),
+    "mod-complex": (modified(lambda s, *_: s * 1j), TypeError, "score_mod must .*complex64"),
+    "mod-if": (
+        modified(choose),
+        ValueError,
+        r"scores\.score_mod .* use torch.where in place of if",
+    ),
+    "mod-item": (modified(lambda s, *_: s * s.item()), ValueError, r"score_mod must .* no .item"),
+    "mod-numpy": (
+        modified(lambda s, *_: torch.from_numpy(np.sin(np.asarray(s)))),
+        ValueError,
+        r"score_mod must be made of PyTorch's functions",
+    ),
+    "mod-random": (
+        modified(lambda s, *_: s + torch.rand(())),
+        ValueError,
+        r"score_mod must .* no .* random numbers",
+    ),
+    "mod-backend": (
+        modified(lambda s, *_: s, backend="cpu"),
+        NotImplementedError,
+        "backend 'cpu' does not support scores with score_mod",
+    ),
+    "bias-backend": (
+        attend(scores=cqs.Scores(bias=tensor(10, 10, requires_grad=True)), backend="cpu"),
+        NotImplementedError,
+        "backend 'cpu' does not support scores with gradient of bias",
+    ),
+    "slopes-backend": (
+        attend(scores=cqs.Scores(alibi_slopes=tensor(4)), backend="cudnn"),
+        NotImplementedError,
+        "backend 'cudnn'",
+    ),
+}
 BAD = {
+    **MASKS,
+    **SCORES,
     # What is no tensor, or no tensor that attention is defined for.
     "query-list": (attend(query=[[1.0]]), TypeError, "query must be a torch.Tensor, got list"),
     "key-none": (attend(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),

@@ -21,7 +21,7 @@ from benchmarks.cases import Case
 from cqs.partial import AttentionOutput
 
 CASE = Case("options", 41, 41, num_heads=2, num_kv_heads=2)
-MEANING = ("is_causal", "pattern", "scale", "dropout_p", "seed", "scores")
+MEANING = ("is_causal", "pattern", "scale", "dropout_p", "seed", "scores", "attn_mask")
 """Options that define the result."""
 
 

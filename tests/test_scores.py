@@ -188,11 +188,25 @@ def disagree(group):
         attend(scores=cqs.Scores(alibi_slopes=torch.ones(2)) if rank else None)
     with pytest.raises(ValueError, match="must have one row on all ranks"):
         attend(scores=cqs.Scores(bias=torch.zeros(5 if rank else 1, 10)))
+    with pytest.raises(ValueError, match="score_terms"):
+        attend(scores=cqs.Scores(score_mod=lambda s, *_: s) if rank else None)
+    with pytest.raises(ValueError, match="score_terms"):
+        attend(scores=cqs.Scores(bias=torch.zeros(5, 10, requires_grad=bool(rank))))
+    with pytest.raises(ValueError, match="bias"):
+        attend(scores=cqs.Scores(bias=torch.zeros(1, 1 + rank, 5, 10)))
+    with pytest.raises(TypeError, match="score_mod must return"):
+        attend(scores=cqs.Scores(score_mod=lambda *_: None))
+    with pytest.raises(TypeError, match=r"attn_mask: pass pattern=.*, or scores="):
+        attend(attn_mask=torch.zeros(5, 10))
     with pytest.raises(ValueError, match="columns of the whole sequence, 1 or 10, got 5"):
         attend(scores=cqs.Scores(bias=torch.zeros(5, 5)))
     prepared = cqs.distributed.prepare(q, q, q, scores=cqs.Scores(torch.zeros(2)), group=group)
     with pytest.raises(ValueError, match="has_sinks must be as prepared, True, got False"):
         prepared(q, q, q)
+    with pytest.raises(ValueError, match="score_terms must be as prepared"):
+        prepared(q, q, q, scores=cqs.Scores(torch.zeros(2), bias=torch.zeros(1, 10)))
+    with pytest.raises(ValueError, match="softcap must be as prepared, 0.0, got 2.0"):
+        prepared(q, q, q, scores=cqs.Scores(torch.zeros(2), softcap=2.0))
     sinks = cqs.Scores(torch.tensor([0.5, -0.5]))
     return torch.equal(prepared(q, q, q, scores=sinks), attend(scores=sinks))
 
@@ -231,6 +245,41 @@ def test_ray_tasks_are_exact(cluster):
             cluster.submit(*tensors, scores=scores)
         with pytest.raises(ValueError, match=rf"scores\.{name} must not require gradients"):
             cluster.attention(cluster.shard(*tensors), scores=scores)
+
+
+@pytest.mark.ray
+def test_clusters_reject_bad_score_functions(cluster):
+    q, table = torch.randn(1, 2, 8, 4), torch.zeros(2, requires_grad=True)
+    scores = cqs.Scores(score_mod=lambda s, b, h, i, j: s + table[h])
+    for call, given in (
+        (cluster.submit, (q, q, q)),
+        (cluster.attention, (cluster.shard(q, q, q),)),
+    ):
+        with pytest.raises(ValueError, match=r"of scores\.score_mod must not require"):
+            call(*given, scores=scores)
+    for wrong, error in ((lambda *_: None, TypeError), (lambda s, *_: s.item(), ValueError)):
+        with pytest.raises(error, match=r"scores\.score_mod must"):
+            cluster.attention(q, q, q, num_tasks=3, scores=cqs.Scores(score_mod=wrong))
+    with pytest.raises(NotImplementedError, match="'cpu' does not support scores with score_mod"):
+        cluster.attention(q, q, q, backend="cpu", scores=scores)
+
+
+def test_score_functions_without_a_derivative_or_with_writes_have_gradients():
+    problem = CASE.make(torch.float64)
+    written = cqs.Scores(score_mod=lambda s, *_: s.mul_(0.5))
+    halved = cqs.Scores(score_mod=lambda s, *_: s * 0.5)
+    gradients = []
+    for scores in (written, halved):
+        leaves = tensors_of(problem)
+        output = cqs.attention(*leaves, num_tasks=3, scores=scores)
+        gradients.append(torch.autograd.grad(output.square().sum(), leaves))
+    assert_equal(*gradients)
+    leaves = tensors_of(problem)
+    constant = cqs.Scores(score_mod=lambda s, *_: torch.zeros_like(s))
+    output = cqs.attention(*leaves, num_tasks=3, scores=constant)
+    query, key, value = torch.autograd.grad(output.sum(), leaves)
+    assert (query == 0).all() and (key == 0).all()
+    torch.testing.assert_close(value, torch.full_like(value, 2 * 41 / 50))
 
 
 def compile_whole(attention):
@@ -366,6 +415,13 @@ BAD = [
         ValueError,
         "on the device of query, cpu, got meta",
     ),
+    (cqs.Scores(bias=torch.zeros(5, 4)), ValueError, r"scores\.bias .* got \[5, 4\]"),
+    (cqs.Scores(bias=torch.ones(5, 5, dtype=bool)), TypeError, r"bias .* pattern=.*from_mask"),
+    (cqs.Scores(bias=torch.zeros(5, 5).to_sparse()), TypeError, r"bias must be a dense tensor"),
+    (cqs.Scores(alibi_slopes=torch.zeros(3)), ValueError, r"alibi_slopes .* got \[3\]"),
+    (cqs.Scores(score_mod=lambda s: s), TypeError, r"score_mod must be a function of score"),
+    (cqs.Scores(score_mod=lambda *_: None), TypeError, r"score_mod must return .* NoneType"),
+    (cqs.Scores(score_mod=lambda s, *_: s if s > 0 else -s), ValueError, "torch.where"),
 ]
 
 

@@ -17,7 +17,7 @@ from cqs.partial import Gradients
 from cqs.patterns import Pattern, documents, from_mask, padded
 from cqs.patterns.handle import new_handle, read_handle
 from cqs.patterns.pattern import InGraph, combine
-from cqs.problem import check_is_pattern
+from cqs.problem.masks import check_is_pattern
 from cqs.scheduler import Kind
 from cqs.scheduler.kinds import read_kind
 

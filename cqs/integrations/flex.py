@@ -1,6 +1,6 @@
-"""FlexAttention's interface: block masks become patterns."""
+"""FlexAttention's interface: block masks become patterns, score functions score options."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -8,10 +8,12 @@ from cqs.api import AnyExecutor, attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput
 from cqs.patterns import from_block_mask
+from cqs.problem.score_terms import ScoreMod
+from cqs.problem.scores import Scores
 from cqs.uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 
 @uncompiled
@@ -20,16 +22,18 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: None = None,
+    score_mod: ScoreMod | None = None,
     block_mask: "BlockMask | None" = None,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = True,
     return_lse: bool = False,
+    kernel_options: Any = None,
     *,
+    return_aux: "AuxRequest | None" = None,
     num_tasks: int | None = None,
     backend: str | None = None,
     executor: AnyExecutor = None,
-) -> Tensor | AttentionOutput:
+) -> "Tensor | AttentionOutput | tuple[Tensor, AuxOutput]":
     """Compute ``torch.nn.attention.flex_attention.flex_attention`` as independent tasks.
 
     A block mask is converted to a pattern (:func:`cqs.patterns.from_block_mask`), and
@@ -43,11 +47,16 @@ def flex_attention(
             ``query``.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
             ``query``.
-        score_mod: Must be ``None``: PyTorch's FlexAttention computes score functions.
+        score_mod: Function of score, batch element, query head, query and key that returns another
+            score; see :class:`cqs.Scores`. Tensors of its closure may require gradients.
         block_mask: A mask made by ``create_block_mask`` for these lengths.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        enable_gqa: Ignored: ``num_heads`` may always be a multiple of ``num_kv_heads``.
+        enable_gqa: Whether there may be fewer KV heads than query heads, but more than one.
         return_lse: Whether to return the log-sum-exp as well.
+        kernel_options: Accepted but not used: these options tune PyTorch's kernels, and do not
+            change results.
+        return_aux: A request for the log-sum-exp in PyTorch's newer form. ``max_scores`` is not
+            supported.
         num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
         backend: Backend name, as in :func:`cqs.attention`.
         executor: Executor, as in :func:`cqs.attention`.
@@ -55,13 +64,15 @@ def flex_attention(
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query``. With
         ``return_lse`` also ``lse``, ``[batch, num_heads, seqlen_q]``, float32 (float64 for float64
-        inputs).
+        inputs). With ``return_aux`` the second value is an ``AuxOutput`` with this ``lse``, if it
+        is requested.
 
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes or devices do not fit together, or ``block_mask`` is for other
-            lengths, batch or heads.
-        NotImplementedError: ``score_mod`` is not ``None``, or no backend supports the call.
+            lengths, batch or heads; or ``return_lse`` and ``return_aux`` are both given.
+        NotImplementedError: ``return_aux`` requests ``max_scores``, or no backend supports the
+            call.
 
     Example:
         >>> import torch
@@ -72,18 +83,30 @@ def flex_attention(
         >>> torch.allclose(output, attention(q, k, v, is_causal=True), atol=1e-5)
         True
     """
-    if score_mod is not None:
-        raise NotImplementedError(
-            f"score_mod must be None, got {score_mod!r}: call flex_attention of PyTorch"
-        )
-    return attention(
+    if return_aux is not None:
+        if return_lse:
+            raise ValueError("return_lse must be False with return_aux, got True")
+        if return_aux.max_scores:
+            raise NotImplementedError(
+                "return_aux must not request max_scores: tasks keep the log-sum-exp alone"
+            )
+    found = attention(
         query,
         key,
         value,
-        pattern=None if block_mask is None else from_block_mask(block_mask),
         scale=scale,
+        enable_gqa=enable_gqa,
+        pattern=None if block_mask is None else from_block_mask(block_mask),
+        scores=None if score_mod is None else Scores(score_mod=score_mod),
         num_tasks=num_tasks,
         backend=backend,
         executor=executor,
-        return_lse=return_lse,
+        return_lse=return_lse or (return_aux is not None and return_aux.lse),
     )
+    if return_aux is None:
+        return found
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if isinstance(found, Tensor):
+        return found, AuxOutput()
+    return found.output, AuxOutput(lse=found.lse)

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from cqs import api
 from cqs.api import AnyExecutor
+from cqs.partial import lse_dtype
 from cqs.patterns import Pattern, acsr, from_mask, per_head, sliding_window
 from cqs.problem import check_problem
+from cqs.problem.scores import Scores
 
-_Forward = Callable[..., Tensor]
+_Forward = Callable[..., tuple[Tensor, Tensor]]
 
 
 def attention(
     query: Any,
     key: Any,
     value: Any,
-    bias: None = None,
+    bias: Any = None,
     mask: Any = None,
     *,
     scale: float | None = None,
@@ -30,11 +32,12 @@ def attention(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
     pattern: Pattern | None = None,
     num_tasks: int | None = None,
     backend: str | None = None,
     executor: AnyExecutor = None,
-) -> jax.Array:
+) -> Any:
     """Compute attention with the signature of ``jax.nn.dot_product_attention``.
 
     PyTorch receives the arrays through DLPack without a copy, on their CPU or GPU. The GPU is
@@ -51,7 +54,8 @@ def attention(
         key: ``[batch, seqlen_kv, num_kv_heads, head_dim]``; ``num_heads`` must be a multiple of
             ``num_kv_heads``, and consecutive query heads share a KV head.
         value: ``[batch, seqlen_kv, num_kv_heads, value_dim]``.
-        bias: Must be ``None``; a bias on the scores is not supported.
+        bias: Added to the scores: float64, float32, bfloat16 or float16, broadcastable to ``[batch,
+            num_heads, seqlen_q, seqlen_kv]``. Its gradient is computed as well.
         mask: Boolean ``[batch, num_heads, seqlen_q, seqlen_kv]``, True where a query sees a key. A
             dimension of 1 applies to all; leading dimensions may be omitted.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
@@ -62,6 +66,7 @@ def attention(
             are masked out.
         local_window_size: ``(left, right)``: query i sees the keys from ``i - left`` to
             ``i + right``. One integer sets both.
+        return_residual: Whether to return the log-sum-exp as well.
         pattern: Pattern of :mod:`cqs.patterns`, intersected with the other masks.
         num_tasks: Number of tasks, see :func:`cqs.attention`.
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
@@ -69,10 +74,11 @@ def attention(
 
     Returns:
         ``[batch, seqlen_q, num_heads, value_dim]`` in the dtype of ``query``; without the batch
-        dimension if ``query`` has none.
+        dimension if ``query`` has none. With ``return_residual`` also the log-sum-exp, ``[batch,
+        seqlen_q, num_heads]``, float32 (float64 for float64 arrays), a constant for derivatives.
 
     Raises:
-        NotImplementedError: ``bias`` is not ``None``, or no backend supports the call.
+        NotImplementedError: No backend supports the call.
         TypeError: An argument has the wrong type or dtype.
         ValueError: Shapes, dtypes or options do not fit together.
 
@@ -83,10 +89,6 @@ def attention(
         >>> bool(jnp.allclose(output, expected, atol=1e-5))
         True
     """
-    if bias is not None:
-        raise NotImplementedError(
-            f"bias must be None, got {type(bias).__name__}: pass a mask or a pattern"
-        )
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
     if isinstance(scale, np.generic | jax.Array):
@@ -95,10 +97,13 @@ def attention(
     has_batch = query.ndim > 3
     if not has_batch:
         query, key, value = (array[None] for array in (query, key, value))
-    check_problem(*map(_as_tensor, (query, key, value)), scale=scale)
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    bias, mask = (None if each is None else _with_four_dimensions(each) for each in (bias, mask))
+    like = None if bias is None else _as_tensor(bias).transpose(1, 2)
+    check_problem(
+        *map(_as_tensor, (query, key, value)),
+        scale=scale,
+        scores=None if like is None else Scores(bias=like),
+    )
     lengths = query.shape[1], key.shape[1]
     pattern = sliding_window(None, None) if pattern is None else pattern
     if is_causal:
@@ -109,25 +114,34 @@ def attention(
         api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
     )
     limits = mask, query_seq_lengths, key_value_seq_lengths
-    output = _attend(partial(_forward, compute, pattern), query, key, value, limits)
-    return output if has_batch else output[0]
+    operands = (query, key, value) if bias is None else (query, key, value, bias)
+    output, lse = _attend(partial(_forward, compute, pattern), operands, limits)
+    if not has_batch:
+        output, lse = output[0], lse[0]
+    return (output, jax.lax.stop_gradient(lse)) if return_residual else output
+
+
+def _with_four_dimensions(values: Any) -> jax.Array:
+    array: jax.Array = jnp.asarray(values)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _forward(
     compute: Callable[..., Any], pattern: Pattern, tensors: Sequence[Tensor], limits: Any
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Compute attention.
 
     Args:
         compute: :func:`cqs.attention` with the options that do not affect the mask.
         pattern: The pattern without the limits.
-        tensors: Query, key and value, each ``[batch, rows, heads, columns]``.
+        tensors: Query, key and value, each ``[batch, rows, heads, columns]``; and a bias, if any.
         limits: The mask and the lengths of queries and keys, each an array or ``None``.
 
     Returns:
-        ``[batch, seqlen_q, num_heads, value_dim]``.
+        ``[batch, seqlen_q, num_heads, value_dim]`` and LSE, ``[batch, seqlen_q, num_heads]``.
     """
-    query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors[:3])
+    scores = Scores(bias=tensors[3]) if len(tensors) > 3 else None
     lengths = query.shape[2], key.shape[2]
     mask, q_lengths, kv_lengths = limits
     if q_lengths is not None or kv_lengths is not None:
@@ -135,14 +149,15 @@ def _forward(
     if mask is not None:
         mask = np.asarray(mask)
         pattern = pattern & from_mask(np.broadcast_to(mask, (*mask.shape[:2], *lengths)))
-    output: Tensor = compute(query, key, value, pattern=pattern)
-    return output.transpose(1, 2).contiguous()
+    found = compute(query, key, value, pattern=pattern, scores=scores, return_lse=True)
+    output, lse = (each.transpose(1, 2).contiguous() for each in found)
+    return output, lse
 
 
 def _backward(forward: _Forward, tensors: Sequence[Tensor], limits: Any) -> tuple[Tensor, ...]:
-    """Compute the gradients of query, key and value; the gradient of the output follows them."""
-    operands = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-    gradients = torch.autograd.grad(forward(operands, limits), operands, tensors[3])
+    """Compute the gradients of the operands, which the gradient of the output follows."""
+    operands = [tensor.detach().requires_grad_() for tensor in tensors[:-1]]
+    gradients = torch.autograd.grad(forward(operands, limits)[0], operands, tensors[-1])
     return tuple(gradient.contiguous() for gradient in gradients)
 
 
@@ -177,25 +192,27 @@ def _of_lengths(q_lengths: Any, kv_lengths: Any, seqlen_q: int, seqlen_kv: int) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    forward: _Forward, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
-) -> jax.Array:
-    shape = (*query.shape[:3], value.shape[3])
-    result = jax.ShapeDtypeStruct(shape, query.dtype)
-    output: jax.Array = _by_torch(forward, result, (query, key, value), limits)
-    return output
+def _attend(forward: _Forward, operands: Sequence[jax.Array], limits: Any) -> Any:
+    query, _, value, *_ = operands
+    dtype = str(lse_dtype(getattr(torch, query.dtype.name))).removeprefix("torch.")
+    results = (
+        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
+        jax.ShapeDtypeStruct(query.shape[:3], dtype),
+    )
+    return _by_torch(forward, results, operands, limits)
 
 
 def _attend_forward(
-    forward: _Forward, query: jax.Array, key: jax.Array, value: jax.Array, limits: Any
-) -> tuple[jax.Array, Any]:
-    return _attend(forward, query, key, value, limits), (query, key, value, limits)
+    forward: _Forward, operands: Sequence[jax.Array], limits: Any
+) -> tuple[Any, Any]:
+    return _attend(forward, operands, limits), (operands, limits)
 
 
-def _attend_backward(forward: _Forward, kept: Any, grad_output: jax.Array) -> tuple[Any, ...]:
-    *operands, limits = kept
+def _attend_backward(forward: _Forward, kept: Any, gradients: Any) -> tuple[Any, Any]:
+    operands, limits = kept
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
-    return *_by_torch(partial(_backward, forward), results, (*operands, grad_output), limits), None
+    given = *operands, gradients[0]  # the LSE is a constant
+    return _by_torch(partial(_backward, forward), results, given, limits), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -11,7 +11,7 @@ from cqs.arguments import as_integer, to_float
 from cqs.distributed import attention as attend_shards
 from cqs.nn.mesh import check_divisible, gather
 from cqs.patterns import Pattern, per_head
-from cqs.problem import check_is_pattern
+from cqs.problem.masks import check_is_pattern
 
 
 class SelfAttention(nn.Module):

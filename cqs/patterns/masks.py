@@ -276,7 +276,7 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
     if is_bias.any():
         raise ValueError(
             f"mask must be boolean, or 0 and at most -10,000, got {mask[is_bias][0]}: "
-            "PyTorch's FlexAttention supports a bias"
+            "pass scores=cqs.Scores(bias=mask)"
         )
     return ~masked_out
 

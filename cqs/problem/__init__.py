@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any, TypedDict
 
 import torch
@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
-from cqs.patterns import BoundPattern, Pattern, causal, sliding_window
+from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
+from cqs.problem.masks import add_mask, check_mask, check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, check_scores
 from cqs.problem.tensors import check_tensor
@@ -207,6 +208,8 @@ def check_problem(
     dropout_p: float = 0.0,
     seed: int | None = None,
     scores: Scores | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = True,
     is_shard: bool = False,
 ) -> Problem:
     """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
@@ -250,6 +253,15 @@ def check_problem(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} "
             f"and {num_kv_heads}"
         )
+    if not as_bool("enable_gqa", enable_gqa) and num_kv_heads not in (1, num_heads):
+        raise ValueError(
+            f"num_kv_heads must be 1 or num_heads, {num_heads}, without enable_gqa, "
+            f"got {num_kv_heads}"
+        )
+    if attn_mask is not None:
+        sizes = batch, num_heads, query.shape[2], key.shape[2]
+        attn_mask = check_mask(attn_mask)
+        pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     is_causal, pattern = check_pattern(
         pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
     )
@@ -269,58 +281,6 @@ def check_problem(
         return problem
     sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
     return replace(problem, sinks=sinks, terms=terms)
-
-
-def check_pattern(
-    pattern: Pattern | None,
-    is_causal: bool,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
-) -> tuple[bool, Pattern | None]:
-    """Validate a pattern and intersect it with the causal mask.
-
-    Args:
-        pattern: A pattern, or ``None`` for dense attention.
-        is_causal: Whether to intersect the pattern with the causal mask.
-        batch: Number of batch elements.
-        num_heads: Number of query heads.
-        seqlen_q: Number of queries.
-        seqlen_kv: Number of keys.
-
-    Returns:
-        Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
-
-    Raises:
-        TypeError: ``pattern`` is not a pattern.
-        ValueError: ``pattern`` is for other lengths, heads or batch elements.
-        NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
-    """
-    if pattern is None or pattern == sliding_window(None, None):
-        return is_causal, None
-    check_is_pattern(pattern)
-    if pattern == causal():
-        return True, None
-    for name, has, needed in zip(
-        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
-    ):
-        if needed not in (1, has):
-            raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
-    if is_causal:
-        pattern = pattern & causal()
-    for batch_element, head in product(*map(range, pattern.heads)):
-        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
-    return False, pattern
-
-
-def check_is_pattern(pattern: Pattern) -> None:
-    """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}: convert a mask "
-            "with from_mask, a list of patterns with per_head"
-        )
 
 
 def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:

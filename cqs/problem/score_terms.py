@@ -16,6 +16,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of score, batch element, query head, query and key, as of PyTorch's FlexAttention."""
 
 _ALL = slice(None)
+_OF_VMAP = "vmap: ", "have storage"
+"""Parts of the errors of torch.vmap about functions that read values of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +200,15 @@ class PairTerms(NamedTuple):
             first + torch.arange(number, device=scores.device)
             for first, number in ((terms.first_batch, batch), (terms.first_head, num_heads))
         )
-        found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
+        try:
+            found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _OF_VMAP):
+                raise
+            raise ValueError(
+                "scores.score_mod must be made of PyTorch's functions: use torch.where in place of "
+                "if, and no .item(), NumPy or random numbers"
+            ) from error
         return found.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
 
     def with_errors(self, scores: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,8 +276,10 @@ class PairTerms(NamedTuple):
         terms, leaf = self.terms, scores.detach().requires_grad_()
         captured = terms.captured if terms.sums else ()
         with torch.enable_grad():
-            modified = self._modified(leaf)
+            modified = self._modified(leaf.clone())  # the function may write to it
             gradient = grad_of(modified.detach().clone())
+            if not modified.requires_grad:
+                return torch.zeros_like(gradient)
             found = torch.autograd.grad(
                 modified, (leaf, *captured), gradient, allow_unused=True, materialize_grads=True
             )
@@ -312,7 +324,18 @@ def _digest(tensor: Tensor) -> str:
 
 def _over_pairs(score_mod: ScoreMod) -> Callable[..., Tensor]:
     """Return the function of scores ``[batch, num_heads, queries, keys]`` and four vectors."""
-    function: Callable[..., Tensor] = score_mod
+
+    def function(*of_pair: Tensor) -> Tensor:
+        found: Any = score_mod(*of_pair)
+        if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim:
+            kind = type(found).__name__
+            if isinstance(found, Tensor):
+                kind = f"{found.dtype} of shape {list(found.shape)}"
+            raise TypeError(
+                f"scores.score_mod must return a floating-point scalar tensor, got {kind}"
+            )
+        return found
+
     over: tuple[tuple[int | None, ...], ...] = (
         (0, None, None, None, 0),
         (0, None, None, 0, None),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from cqs.arguments import to_float
 from cqs.partial import Partial
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
-from cqs.problem.tensors import DTYPES, plain_value
+from cqs.problem.tensors import DTYPES, dense_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,7 @@ def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float 
     """
     if scores is None:
         return (None, None, None), None, False, None
-    if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    check_is_scores(scores)
     tensors = scores.sinks, scores.alibi_slopes, scores.bias
     return tensors, scores.softcap, requires_grad(scores.bias), scores.score_mod
 
@@ -76,8 +76,7 @@ def check_scores(
     """
     if scores is None:
         return None, None
-    if not isinstance(scores, Scores):
-        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
+    check_is_scores(scores)
     sinks = _check_tensor("sinks", scores.sinks, query)
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ValueError(
@@ -94,6 +93,12 @@ def check_scores(
         bias_requires_grad=requires_grad(scores.bias),
     )
     return sinks, terms if terms.names else None
+
+
+def check_is_scores(scores: Scores) -> None:
+    """Raise TypeError unless ``scores`` is :class:`Scores`."""
+    if not isinstance(scores, Scores):
+        raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
 
 
 def captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
@@ -115,8 +120,7 @@ def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | N
         return None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"scores.{name} must be a tensor or None, got {type(tensor).__name__}")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        tensor = plain_value(f"scores.{name}", tensor)
+    tensor = dense_value(f"scores.{name}", tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"scores.{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
@@ -180,8 +184,22 @@ def _check_bias(bias: Tensor | None, query: Tensor, seqlen_kv: int | None) -> Te
 
 
 def _check_score_mod(score_mod: Any) -> Any:
-    if score_mod is not None and not callable(score_mod):
+    """Return a function of five arguments, or ``None``, or raise TypeError."""
+    if score_mod is None:
+        return None
+    if not callable(score_mod):
         raise TypeError(f"scores.score_mod must be a function or None, got {score_mod!r}")
+    try:
+        of_function = signature(score_mod)
+    except ValueError:  # a function of C without one
+        return score_mod
+    try:
+        of_function.bind(*range(5))
+    except TypeError:
+        raise TypeError(
+            "scores.score_mod must be a function of score, batch element, head, query and key, "
+            f"got one of {of_function}"
+        ) from None
     return score_mod
 
 

@@ -17,13 +17,7 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        tensor = plain_value(name, tensor)
-    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
-        tensor = tensor.clone()
-    tensor = tensor.resolve_neg()  # a negative bit is not applied in memory
+    tensor = dense_value(name, tensor)
     if tensor.ndim != 4:
         raise ValueError(
             f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
@@ -50,7 +44,18 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
     return tensor
 
 
-def plain_value(name: str, tensor: Tensor) -> Tensor:
+def dense_value(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values, or raise TypeError."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = _plain_value(name, tensor)
+    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
+        tensor = tensor.clone()
+    return tensor.resolve_neg()  # a negative bit is not applied in memory
+
+
+def _plain_value(name: str, tensor: Tensor) -> Tensor:
     """Return the plain tensor of a subclass with ``__torch_dispatch__``, or raise TypeError."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

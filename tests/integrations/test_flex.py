@@ -145,5 +145,34 @@ def test_what_does_not_fit_is_refused():
     three = torch_flex.create_block_mask(near_or_first, None, 3, TOKENS, TOKENS, device="cpu")
     with pytest.raises(ValueError, match="num_heads must be 3 .* got 4"):
         cqs.flex_attention(query, key, value, block_mask=three)
-    with pytest.raises(NotImplementedError, match="score_mod must be None, got <function"):
-        cqs.flex_attention(query, key, value, lambda score, *indices: score.tanh())
+    with pytest.raises(TypeError, match="score_mod must be a function or None, got 3"):
+        cqs.flex_attention(query, key, value, 3)
+    with pytest.raises(ValueError, match="without enable_gqa, got 2"):
+        cqs.flex_attention(query, key[:, :2], value[:, :2], enable_gqa=False)
+    with pytest.raises(ValueError, match="return_lse must be False with return_aux"):
+        aux = torch_flex.AuxRequest(lse=True)
+        cqs.flex_attention(query, key, value, return_lse=True, return_aux=aux)
+    with pytest.raises(NotImplementedError, match="return_aux must not request max_scores"):
+        aux = torch_flex.AuxRequest(max_scores=True)
+        cqs.flex_attention(query, key, value, return_aux=aux)
+
+
+def test_a_score_function_gives_what_torch_gives():
+    tensors = operands(2)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.float64)
+
+    def score_mod(score, batch, head, query, key):
+        return 2 * torch.tanh(score / 2) - slopes[head] * (query - key).abs() + batch
+
+    mask = block_mask(near_or_first)
+    options = {"score_mod": score_mod, "block_mask": mask}
+    found = cqs.flex_attention(*tensors, **options, num_tasks=5, return_lse=True)
+    check(found, by_torch(*tensors, **options))
+    aux = torch_flex.AuxRequest(lse=True)
+    output, others = cqs.flex_attention(
+        *tensors, **options, return_aux=aux, kernel_options={"BLOCK_M": 64}
+    )
+    check((output, others.lse), by_torch(*tensors, **options))
+    assert others.max_scores is None
+    aux = torch_flex.AuxRequest()
+    assert cqs.flex_attention(*tensors, return_aux=aux)[1] == torch_flex.AuxOutput()

@@ -100,6 +100,27 @@ def test_narrow_dtypes_and_a_single_sequence_match_jax():
     check(operands(dtype=jnp.bfloat16), 0.05, compiled=True, is_causal=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 9, 30), (1, 4, 9, 30), (2, 1, 1, 30), (9, 30)], ids=str)
+def test_biases_and_residuals_match_jax(shape, compiled):
+    random = np.random.default_rng(2)
+    bias, (query, key, value, grad_output) = random.standard_normal(shape), operands(9, 30)
+    mask = random.random((9, 30)) < 0.8
+
+    def both(attend, query, key, value, bias):
+        attend = partial(attend, mask=mask, return_residual=True)
+        (output, lse), pull = jax.vjp(attend, query, key, value, bias)
+        return output, lse, *pull((grad_output, jnp.zeros_like(lse)))
+
+    wanted = both(jax.nn.dot_product_attention, query, key, value, jnp.asarray(bias))
+    found = partial(both, partial(attention, num_tasks=3))
+    found = (jax.jit(found) if compiled else found)(query, key, value, jnp.asarray(bias))
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert np.abs(np.asarray(got, float) - np.asarray(want, float)).max() < 1e-5
+    assert attention(query[0], key[0], value[0], return_residual=True)[1].shape == (9, 4)
+
+
 def test_vmap_and_a_pattern():
     query, key, value, _ = operands(batch=3)
     pattern = sliding_window(4, 4)
@@ -137,8 +158,10 @@ def test_shapes_are_checked_before_anything_is_compiled():
 
 def test_what_is_not_supported_is_refused():
     query, key, value, _ = operands()
-    with pytest.raises(NotImplementedError, match="bias must be None, got"):
-        attention(query, key, value, jnp.zeros((1, 1, 23, 23)))
+    with pytest.raises(ValueError, match=r"bias must be broadcastable .* got \[1, 1, 9, 23\]"):
+        attention(query, key, value, jnp.zeros((9, 23)))
+    with pytest.raises(TypeError, match="bias must be float64, .* got torch.int32"):
+        attention(query, key, value, jnp.zeros((23, 23), jnp.int32))
     with pytest.raises(ValueError, match=r"mask must be .*, got 0\.5"):
         attention(query, key, value, mask=jnp.full((1, 1, 23, 23), 0.5))
     with pytest.raises(TypeError, match="query must be float64"):

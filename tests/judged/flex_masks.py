@@ -71,11 +71,23 @@ def check_block_mask(
 
 
 def _check_score(rule: Any, dtype: torch.dtype) -> None:
-    query, key, value = torch.randn(3, 1, 8, 64, 16).to(dtype)
-    found = flex_attention(query, key, value, score_mod=rule, num_tasks=NUM_TASKS)
     from torch.nn.attention.flex_attention import flex_attention as reference
 
-    torch.testing.assert_close(found, reference(query, key, value, score_mod=rule))
+    operands = torch.randn(3, 1, 8, 64, 16, dtype=torch.float64).to(dtype)
+    exact = [each.double() for each in operands]
+    torch.testing.assert_close(_dense(rule, *exact), reference(*exact, score_mod=rule))
+    compute = partial(flex_attention, score_mod=rule, num_tasks=NUM_TASKS)
+    assert_as_exact_as(compute, partial(_dense, rule), list(operands))
+
+
+def _dense(rule: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Compute attention with a score function from its definition.
+
+    PyTorch's function has no gradients on a CPU.
+    """
+    positions = torch.meshgrid(*map(torch.arange, (*query.shape[:3], key.shape[2])), indexing="ij")
+    found: Tensor = rule(query @ key.mT * query.shape[3] ** -0.5, *positions)
+    return found.softmax(-1).to(value.dtype) @ value
 
 
 def _gym_masks() -> Iterator[tuple[str, _Mask]]:

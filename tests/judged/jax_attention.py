@@ -51,7 +51,7 @@ def _check(
     from cqs.integrations.jax import attention
 
     batch, length, heads, width = 2, 128, 4, 32
-    keys = jax.random.split(jax.random.PRNGKey(0), 5)
+    keys, bias = jax.random.split(jax.random.PRNGKey(0), 5), []
     shapes = [(batch, length, number, width) for number in (heads, *[heads // group] * 2, heads)]
     query, key, value, gradient = (
         jax.random.normal(each, shape, jnp.dtype(dtype))
@@ -67,7 +67,7 @@ def _check(
         options["mask"] = jnp.tril(jnp.ones((1, 1, length, length), bool))
     if "bias" in modes:
         shape = 1, heads, length, length
-        options["bias"] = jax.random.normal(keys[4], shape, jnp.dtype(dtype))
+        bias = [jax.random.normal(keys[4], shape, jnp.dtype(dtype))]
     if "sliding_window" in modes:
         options["local_window_size"] = (3, 2)
 
@@ -81,7 +81,7 @@ def _check(
 
         return jax.jit(both) if compiled else both
 
-    found = passes(partial(attention, num_tasks=NUM_TASKS), use_vmap)(query, key, value)
-    expected = passes(jax.nn.dot_product_attention, False)(query, key, value)
+    found = passes(partial(attention, num_tasks=NUM_TASKS), use_vmap)(query, key, value, *bias)
+    expected = passes(jax.nn.dot_product_attention, False)(query, key, value, *bias)
     assert_close(found[:1], expected[:1], rtol=0.01, atol=0.01)
     assert_close(found[1:], expected[1:], rtol=0.02, atol=0.02)

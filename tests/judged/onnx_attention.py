@@ -1,6 +1,6 @@
 """ONNX: node tests of the operators Attention and FlexAttention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from importlib import import_module
 from operator import and_
@@ -16,6 +16,8 @@ from cqs.patterns import Pattern, from_mask, sliding_window
 
 from .framework import NUM_TASKS, Case, Suite, as_tensor, assert_close
 
+_WEIGHTS = 3
+"""Value of qk_matmul_output_mode: attention weights; others are scores before the softmax."""
 _INPUTS = "query", "key", "value", "mask", "past_key", "past_value", "lengths"
 
 
@@ -47,7 +49,12 @@ def _check(test: Any) -> None:
         if used
     }
     attend = _flex if node.op_type == "FlexAttention" else _attend
-    found = attend(tensors, {**options, "num_outputs": len(node.output)})
+    if len(node.output) in (2, 4):  # the last one is a matrix of scores or of weights
+        if options.get("qk_matmul_output_mode") == _WEIGHTS:
+            _check_weights(tensors, options, outputs[-1], test)
+        else:
+            options["need_weights"] = True
+    found = attend(tensors, options)
     expected = outputs[0]
     if found.dtype == torch.float16 and node.op_type == "Attention":
         # Its steps are rounded to float16, twice as far from exact as the tolerance.
@@ -55,6 +62,22 @@ def _check(test: Any) -> None:
     # The runner of onnx allows two units in the last place of bfloat16.
     rtol = max(test.rtol, 2**-6) if found.dtype == torch.bfloat16 else test.rtol
     assert_close([found], [expected], rtol=rtol, atol=test.atol)
+
+
+def _check_weights(tensors: dict[str, Tensor], options: Any, expected: Any, test: Any) -> None:
+    """Compare the attention weights, which are the output for an identity matrix of values."""
+    is_flat = tensors["key"].ndim == 3
+    key = tensors["key"]
+    key = _split(key, options["kv_num_heads"]) if is_flat else key
+    past = tensors["past_key"].shape[2] if "past_key" in tensors else 0
+    unit = torch.eye(past + key.shape[2], dtype=key.dtype).expand(*key.shape[:2], -1, -1)
+    values = {"value": unit[:, :, past:], "past_value": unit[:, :, :past]}
+    if is_flat:
+        values["value"] = values["value"].transpose(1, 2).flatten(2)
+    found = _attend({**tensors, **{n: v for n, v in values.items() if n in tensors}}, options)
+    if is_flat:
+        found = _split(found, options["q_num_heads"])
+    assert_close([found], [expected], rtol=test.rtol, atol=test.atol)
 
 
 def _in_float64(inputs: Sequence[Any], node: Any, options: dict[str, Any]) -> Any:
@@ -73,10 +96,53 @@ def _in_float64(inputs: Sequence[Any], node: Any, options: dict[str, Any]) -> An
 def _flex(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """Compute FlexAttention, whose modifiers are graphs, by the function of cqs of that name."""
     operands = tensors["query"], tensors["key"], tensors["value"]
-    mods = {name: options[name] for name in ("score_mod", "prob_mod") if name in options}
+    mods = {"prob_mod": options["prob_mod"]} if "prob_mod" in options else {}
+    if "score_mod" in options:
+        mods["score_mod"] = _score_mod(options["score_mod"])
     output = flex_attention(*operands, scale=options.get("scale"), num_tasks=NUM_TASKS, **mods)
     assert isinstance(output, Tensor)
     return output
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "Add": torch.add,
+    "Cast": lambda value: value.float(),
+    "Div": torch.div,
+    "Gather": lambda sizes, dim: sizes[int(dim)],
+    "GreaterOrEqual": torch.ge,
+    "Mul": torch.mul,
+    "Range": lambda start, size, step: size,
+    "Reshape": lambda value, shape: value,
+    "Sub": torch.sub,
+    "Tanh": torch.tanh,
+    "Where": torch.where,
+}
+"""Operator of a score graph -> the function of one score.
+
+A graph makes indices of a dimension by a range of its size; the position of the score stands for
+the size.
+"""
+
+
+def _score_mod(graph: Any) -> Callable[..., Tensor]:
+    """Return the function of one score that a graph of the whole score matrix computes."""
+    from onnx.numpy_helper import to_array
+
+    constants = {each.name: as_tensor(to_array(each)) for each in graph.initializer}
+
+    def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
+        values = {**constants, graph.input[0].name: score}
+        for node in graph.node:
+            operands = [values[name] for name in node.input]
+            if node.op_type == "Shape":
+                values[node.output[0]] = positions
+            else:
+                values[node.output[0]] = _OPERATORS[node.op_type](*operands)
+        found = values[graph.output[0].name]
+        assert isinstance(found, Tensor)
+        return found
+
+    return score_mod
 
 
 def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
@@ -90,21 +156,29 @@ def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         past = tensors["past_key"].shape[2]
         key = torch.cat([tensors["past_key"], key], 2)
         value = torch.cat([tensors["past_value"], value], 2)
-    given: dict[str, Any] = {}
+    given = {name: options[name] for name in ("need_weights",) if name in options}
     if options.get("softcap"):
         given["scores"] = cqs.Scores(softcap=options["softcap"])
-    if options["num_outputs"] in (2, 4):  # the last one is scores or weights
-        given["need_weights"] = True
     output = cqs.attention(
         query,
         key,
         value,
+        _mask(tensors, key.shape[2]),
         pattern=_pattern(tensors, options, past, (query.shape[2], key.shape[2])),
         scale=options.get("scale"),
         num_tasks=NUM_TASKS,
         **given,
     )
     return output.transpose(1, 2).flatten(2) if is_flat else output
+
+
+def _mask(tensors: dict[str, Tensor], seqlen_kv: int) -> Tensor | None:
+    """Return the mask of a test with all keys: those beyond it are masked out."""
+    if "mask" not in tensors:
+        return None
+    mask = tensors["mask"]
+    masked_out = False if mask.dtype == torch.bool else -torch.inf
+    return torch.nn.functional.pad(mask, (0, seqlen_kv - mask.shape[-1]), value=masked_out)
 
 
 def _split(rows: Tensor, num_heads: int) -> Tensor:
@@ -114,7 +188,7 @@ def _split(rows: Tensor, num_heads: int) -> Tensor:
 def _pattern(
     tensors: dict[str, Tensor], options: dict[str, Any], past: int, lengths: tuple[int, int]
 ) -> Pattern | None:
-    """Intersect the causal mask, the window, the mask and the lengths of a test.
+    """Intersect the causal mask, the window and the lengths of a test.
 
     Args:
         tensors: The inputs of the operator.
@@ -135,13 +209,6 @@ def _pattern(
         patterns.append(sliding_window(left, right))
     else:
         patterns += _windows(left, right, np.array(past), lengths)
-    if "mask" in tensors:
-        mask = tensors["mask"]
-        lacking = seqlen_kv - mask.shape[-1]  # keys beyond the mask are masked out
-        masked_out = False if mask.dtype == torch.bool else -torch.inf
-        mask = torch.nn.functional.pad(mask, (0, lacking), value=masked_out)
-        mask = mask.expand(*mask.shape[:-2], *lengths)
-        patterns.append(from_mask(mask.reshape((1,) * (4 - mask.ndim) + mask.shape)))
     return reduce(and_, patterns) if patterns else None
 
 

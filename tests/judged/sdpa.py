@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import cqs
-from cqs.patterns import Pattern, from_mask
+from cqs.patterns import from_mask
 
 from .framework import NUM_TASKS
 
@@ -42,12 +42,19 @@ def scaled_dot_product_attention(
         tensors = tuple(each.expand(*leading, *each.shape[-2:]) for each in tensors)
     leading = tensors[0].shape[:-2]
     lengths = query.shape[-2], key.shape[-2]
+    is_square = lengths[0] == lengths[1]
+    top_left = torch.ones(lengths, dtype=torch.bool).tril()
+    query, key, value = map(_with_four_dimensions, tensors)
     output = cqs.attention(
-        *map(_with_four_dimensions, tensors),
-        pattern=_pattern(attn_mask, is_causal, leading, lengths),
-        is_causal=is_causal and lengths[0] == lengths[1],
+        query,
+        key,
+        value,
+        None if attn_mask is None else _mask(attn_mask, leading, lengths),
+        dropout_p,
+        is_causal and is_square,
         scale=scale,
-        dropout_p=dropout_p,
+        enable_gqa=enable_gqa,
+        pattern=from_mask(top_left) if is_causal and not is_square else None,
         seed=seed,
         num_tasks=NUM_TASKS,
     )
@@ -60,14 +67,8 @@ def _with_four_dimensions(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -lacking) if lacking < 0 else tensor[(None,) * lacking]
 
 
-def _pattern(
-    mask: Tensor | None, is_causal: bool, leading: torch.Size, lengths: tuple[int, int]
-) -> Pattern | None:
-    if mask is not None:
-        is_shared = all(size == 1 for size in mask.shape[:-2])
-        leading = torch.Size((1, 1)) if is_shared else leading
-        mask = mask.reshape(mask.shape[-2:]) if is_shared else mask
-        return from_mask(_with_four_dimensions(mask.expand(*leading, *lengths)))
-    if is_causal and lengths[0] != lengths[1]:
-        return from_mask(torch.ones(lengths, dtype=torch.bool).tril())
-    return None
+def _mask(mask: Tensor, leading: torch.Size, lengths: tuple[int, int]) -> Tensor:
+    """Return a mask with the leading dimensions of the operands, or with none."""
+    if all(size == 1 for size in mask.shape[:-2]):
+        return mask.reshape(mask.shape[-2:])
+    return _with_four_dimensions(mask.expand(*leading, *lengths))

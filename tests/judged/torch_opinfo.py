@@ -1,7 +1,7 @@
 """PyTorch: OpInfo samples of attention operators, and ModuleInfo samples of modules."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -60,12 +60,26 @@ def _check_operator(as_call: Callable[..., Any], sample: Any) -> None:
     if options["dropout_p"]:
         _check_dropout([each.detach() for each in operands], options)
         return
-    assert_as_exact_as(
-        partial(scaled_dot_product_attention, **options),
-        partial(F.scaled_dot_product_attention, **options),
-        operands,
-        TOLERANCES[operands[0].dtype],
-    )
+    mask, functions = options.pop("attn_mask", None), []
+    for function in (scaled_dot_product_attention, F.scaled_dot_product_attention):
+        functions.append(partial(_with_mask, partial(function, **options), mask))
+    tolerance = TOLERANCES[operands[0].dtype]
+    assert_as_exact_as(functions[0], functions[1], operands, tolerance)
+    if mask is not None and mask.requires_grad:  # apart: PyTorch's fused kernels do not derive it
+        functions = [partial(_of_mask, function.args[0], operands) for function in functions]
+        assert_as_exact_as(functions[0], functions[1], [mask], tolerance)
+
+
+def _with_mask(function: Callable[..., Tensor], mask: Tensor | None, *operands: Tensor) -> Tensor:
+    """Call a function with a mask, in the dtype of the operands if it is a bias."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.detach().to(operands[0].dtype)
+    return function(*operands, attn_mask=mask)
+
+
+def _of_mask(function: Callable[..., Tensor], operands: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Call a function with operands in the dtype of a bias."""
+    return function(*(each.detach().to(mask.dtype) for each in operands), attn_mask=mask)
 
 
 def _check_dropout(operands: list[Tensor], options: dict[str, Any]) -> None:

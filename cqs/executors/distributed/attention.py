@@ -16,7 +16,8 @@ from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_is_pattern, check_problem
+from cqs.problem import Problem, check_problem
+from cqs.problem.masks import check_is_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, take_apart
 from cqs.scheduler.cost_model import Links, why_not_head_parallel

@@ -23,7 +23,8 @@ from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
-from cqs.problem import GPU_TILE, Problem, check_pattern
+from cqs.problem import GPU_TILE, Problem
+from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name

@@ -1,0 +1,122 @@
+"""Which query-key pairs of a call attend: patterns, causal masks and ``attn_mask``."""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from cqs.patterns import Pattern, causal, from_mask, sliding_window
+from cqs.problem.scores import Scores, check_is_scores
+from cqs.problem.tensors import DTYPES, dense_value
+
+
+def check_mask(attn_mask: Tensor) -> Tensor:
+    """Return a mask whose memory has its values, or raise TypeError."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
+    return dense_value("attn_mask", attn_mask)
+
+
+def add_mask(
+    attn_mask: Tensor,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    pattern: Pattern | None,
+    scores: Scores | None,
+) -> tuple[Pattern | None, Scores | None]:
+    """Return pattern and scores of a call with an ``attn_mask`` as of PyTorch's function.
+
+    Args:
+        attn_mask: Boolean, True where a query attends to a key; or a bias, in one of the dtypes of
+            ``scores.bias``.
+        sizes: Batch, query heads, queries and keys; ``attn_mask`` is broadcastable to them.
+        device: Device of the query.
+        pattern: Pattern of the call, which is intersected with a boolean mask.
+        scores: Scores of the call, which get a floating-point mask as their bias.
+
+    Raises:
+        TypeError: ``attn_mask`` has another dtype.
+        ValueError: ``attn_mask`` has another shape or device, or ``scores`` has a bias too.
+    """
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(
+            f"attn_mask must be bool, float64, float32, bfloat16 or float16, got {attn_mask.dtype}"
+        )
+    shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, sizes, strict=True)):
+        raise ValueError(
+            "attn_mask must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
+            f"{list(sizes)}, got {list(attn_mask.shape)}"
+        )
+    if attn_mask.device != device:
+        raise ValueError(
+            f"attn_mask must be on the device of query, {device}, got {attn_mask.device}"
+        )
+    if attn_mask.dtype == torch.bool:
+        visible = from_mask(attn_mask.view(shape).expand(*shape[:2], *sizes[2:]))
+        if pattern is None:
+            return visible, scores
+        check_is_pattern(pattern)
+        return pattern & visible, scores
+    if scores is None:
+        return pattern, Scores(bias=attn_mask)
+    check_is_scores(scores)
+    if scores.bias is not None:
+        raise ValueError(
+            f"attn_mask must be boolean or None with scores.bias, got {attn_mask.dtype}: add it "
+            "to the bias"
+        )
+    rest = scores.sinks, scores.softcap, scores.alibi_slopes
+    return pattern, Scores(*rest, attn_mask, scores.score_mod)
+
+
+def check_pattern(
+    pattern: Pattern | None,
+    is_causal: bool,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+) -> tuple[bool, Pattern | None]:
+    """Validate a pattern and intersect it with the causal mask.
+
+    Args:
+        pattern: A pattern, or ``None`` for dense attention.
+        is_causal: Whether to intersect the pattern with the causal mask.
+        batch: Number of batch elements.
+        num_heads: Number of query heads.
+        seqlen_q: Number of queries.
+        seqlen_kv: Number of keys.
+
+    Returns:
+        Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
+
+    Raises:
+        TypeError: ``pattern`` is not a pattern.
+        ValueError: ``pattern`` is for other lengths, heads or batch elements.
+        NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
+    """
+    if pattern is None or pattern == sliding_window(None, None):
+        return is_causal, None
+    check_is_pattern(pattern)
+    if pattern == causal():
+        return True, None
+    for name, has, needed in zip(
+        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
+    ):
+        if needed not in (1, has):
+            raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
+    if is_causal:
+        pattern = pattern & causal()
+    for batch_element, head in product(*map(range, pattern.heads)):
+        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
+    return False, pattern
+
+
+def check_is_pattern(pattern: Pattern) -> None:
+    """Raise TypeError unless ``pattern`` is a :class:`cqs.patterns.Pattern`."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a cqs.patterns.Pattern, got {type(pattern).__name__}: convert a mask "
+            "with from_mask, a list of patterns with per_head"
+        )
