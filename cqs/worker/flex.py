@@ -86,7 +86,7 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    found: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    found: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
     return found
 
 
@@ -95,7 +95,8 @@ def _score_mod_of(pairs: PairTerms, is_causal: bool) -> Callable[..., Tensor]:
     terms, score_mod = pairs.terms, pairs.terms.score_mod
     assert pairs.positions is not None and score_mod is not None
     queries, keys = pairs.positions
-    softcap, slopes, distance = terms.softcap, terms.alibi_slopes, terms.distance
+    shifted = queries + terms.distance
+    softcap, slopes = terms.softcap, terms.alibi_slopes
     first_batch, first_head = terms.first_batch, terms.first_head
     has_dim = [] if pairs.bias is None else [size != 1 for size in pairs.bias.shape]
     bias = None if pairs.bias is None else pairs.bias.squeeze()
@@ -106,14 +107,16 @@ def _score_mod_of(pairs: PairTerms, is_causal: bool) -> Callable[..., Tensor]:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
             slope = slopes[0, head] if one_batch else slopes[batch, head]
-            score = score - slope * (queries[row] + distance - keys[column]).abs()
+            score = score - slope * (shifted[row] - keys[column]).abs()
         if bias is not None:
             indices = (batch, head, row, column)
             chosen = tuple(index for index, has in zip(indices, has_dim, strict=True) if has)
             score = score + (bias[chosen] if chosen else bias)
-        found: Tensor = score_mod(
-            score, batch + first_batch, head + first_head, queries[row], keys[column]
-        )
+        if first_batch:
+            batch = batch + first_batch
+        if first_head:
+            head = head + first_head
+        found: Tensor = score_mod(score, batch, head, queries[row], keys[column])
         return torch.where(row >= column, found, -torch.inf) if is_causal else found
 
     return function
