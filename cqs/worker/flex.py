@@ -3,8 +3,9 @@
 PyTorch compiles a kernel, in seconds, at the first call with each function.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,12 +70,23 @@ FLEX = _Flex()
 def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Partial:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    assert operands.terms is not None
-    output, aux = _compiled()(
+    pairs = operands.terms
+    assert pairs is not None
+    terms, bias = pairs.terms, pairs.bias
+    kind = (
+        getattr(terms.score_mod, "__code__", terms.score_mod),
+        terms.softcap,
+        None if terms.alibi_slopes is None else terms.alibi_slopes.shape[0],
+        None if bias is None else tuple(size != 1 for size in bias.shape),
+        operands.is_causal,
+        query.dtype,
+        query.requires_grad,
+    )
+    output, aux = _compile(kind)(
         query,
         key,
         value,
-        score_mod=_score_mod_of(operands.terms, operands.is_causal),
+        score_mod=_score_mod_of(pairs, operands.is_causal),
         scale=operands.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
@@ -82,11 +94,19 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
     return Partial(output, aux.lse)
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
+@lru_cache(maxsize=128)
+def _compile(kind: Hashable) -> Callable[..., Any]:
+    """Return compiled FlexAttention for calls of one kind.
+
+    PyTorch limits the number of compilations of a code object. Each kind has one of its own.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    found: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
+    def attend(*args: Any, **options: Any) -> Any:
+        return flex_attention(*args, **options)
+
+    own = FunctionType(attend.__code__.replace(), globals(), "attend", None, attend.__closure__)
+    found: Callable[..., Any] = torch.compile(own, fullgraph=True)
     return found
 
 
