@@ -20,6 +20,7 @@ class _Triton(TaskBackend):
     """Kernels of this project: for Hopper GPUs in half precision, and for all other GPUs."""
 
     name = "triton"
+    supported_terms = frozenset(("softcap", "alibi_slopes", "bias"))
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         dtypes = [torch.float32, torch.float16, torch.bfloat16]

@@ -209,7 +209,7 @@ _PLAIN_TILES = {
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
     query, value = operands.query, operands.value
     head_dim = query.shape[-1]
-    if _is_for_hopper(query, value) and operands.dropout is None:
+    if _is_for_hopper(query, value) and operands.dropout is None and operands.terms is None:
         if is_backward:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
@@ -350,9 +350,12 @@ def _launch(
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
-    query, key, value, _, _, dropout, dropout_bits, _ = operands
+    query, key, value, _, _, dropout, dropout_bits, terms = operands
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
-    all_tensors = *described, *tensors
+    softcap = terms.terms.softcap or None if terms else None
+    slopes, bias = _term_tensors(operands)
+    of_terms = [each for each in (slopes, bias) if each is not None]
+    all_tensors = *described, *tensors, *of_terms
     if tiles.on_hopper:
         all_tensors = *all_tensors, new_counter(query.device)
 
@@ -368,6 +371,9 @@ def _launch(
         if grad_output is not None:
             descriptors.append(_describe(others[0], *of_queries, tiles))
             others = others[1:]
+        written, added = others[: len(tensors)], list(others[len(tensors) :])
+        of_slopes = None if slopes is None else added.pop(0)
+        of_bias = None if bias is None else added.pop(0)
         num_tiles, num_heads = (
             len(lists.tiles),
             math.prod((key if tiles_are_keys else query).shape[:2]),
@@ -379,7 +385,7 @@ def _launch(
             **options,
         }
         if tiles.on_hopper:
-            *written, counter = others
+            (counter,) = added
             grid = _persistent(num_items, query.device)
             counts = num_tiles, lists.num_long(num_heads, *grid), num_items
             bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
@@ -387,6 +393,8 @@ def _launch(
             positional = *descriptors, *written, lists.tiles, lists.runs, bits, counter
             return grid, (*positional, *counts, *numbers), constants
         constants |= {
+            "softcap": softcap,
+            "bias_strides": None if of_bias is None else of_bias.stride(),
             "drop_below": 0 if dropout is None else dropout.threshold,
             "keep_scale": 1.0 if dropout is None else dropout.scale,
             "TILE_Q": of_queries[1],
@@ -395,13 +403,28 @@ def _launch(
             "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
         }
-        positional = *descriptors, *others, lists.tiles, lists.runs, lists.mask_bits, dropout_bits
-        return (num_items,), (*positional, num_tiles, *numbers), constants
+        masks = lists.mask_bits, dropout_bits, of_slopes, of_bias
+        positional = *descriptors, *written, lists.tiles, lists.runs, *masks, num_tiles
+        return (num_items,), (*positional, *numbers), constants
 
     of_lists = lists.tiles, lists.runs
     kept = of_lists if lists.mask_bits is None else (*of_lists, lists.mask_bits)
-    signature = dropout, tiles_are_keys, numbers, *options.values()
+    signature = dropout, softcap, tiles_are_keys, numbers, *options.values()
     kernels[tiles.on_hopper].launch(all_tensors, make, key=signature, kept=kept)
+
+
+def _term_tensors(operands: TaskOperands) -> tuple[Tensor | None, Tensor | None]:
+    """Return slopes divided by ln 2, ``[batch, num_heads]``, and the bias of all pairs, or None."""
+    query, key, _, work, _, _, _, terms = operands
+    if terms is None:
+        return None, None
+    slopes, bias = terms.terms.alibi_slopes, terms.bias
+    if slopes is not None:
+        assert work.positions is not None
+        slopes = (slopes / math.log(2)).expand(query.shape[:2]).contiguous()
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    return slopes, bias
 
 
 def _describe(tensor: Tensor, step: int, rows: int, tiles: _Tiles) -> Any:
