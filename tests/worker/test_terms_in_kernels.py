@@ -114,7 +114,8 @@ def assert_same(found, problem, terms, mask=None):
     assert_tracks_exact(found[0], eager[0], exact[0], slack=4)
     is_live = exact[1] > -torch.inf
     assert torch.equal(found[1] > -torch.inf, is_live)
-    torch.testing.assert_close(found[1][is_live], exact[1][is_live].float(), rtol=3e-6, atol=3e-5)
+    atol = 3e-5 if problem.query.dtype == torch.float32 else 1e-4
+    torch.testing.assert_close(found[1][is_live], exact[1][is_live].float(), rtol=3e-6, atol=atol)
     for name, *grads in zip("query key value".split(), found[2], eager[2], exact[2], strict=True):
         assert_tracks_exact(*grads, slack=4, name=f"gradient of {name}")
 
@@ -182,7 +183,7 @@ def test_tasks_that_hold_several_ranges_are_right(device, is_causal, pattern):
             want = define(problem, terms, *(t.double() for t in tensors), seen & whole)
             eager = define(problem, terms, *tensors, seen & whole)[0]
             assert_tracks_exact(part.output, eager[:, :, rows], want[0][:, :, rows], slack=4)
-            torch.testing.assert_close(part.lse, want[1][:, :, rows].float(), rtol=3e-6, atol=3e-5)
+            torch.testing.assert_close(part.lse, want[1][:, :, rows].float(), rtol=3e-6, atol=1e-4)
         held += [hold(t, task.held_queries) for t in of_queries]
         found = worker.run_backward(task.steps, *held)
         for total, gradient, ranges in zip(sums, found, sides, strict=True):
@@ -192,3 +193,24 @@ def test_tasks_that_hold_several_ranges_are_right(device, is_causal, pattern):
     assert num_apart
     found = exact[0].to(dtype), exact[1].float(), [s.to(dtype) for s in sums], grad_output
     assert_same(found, problem, terms)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@EVERY_DEVICE
+def test_nan_stays_in_its_row(device):
+    """The Hopper kernels share reciprocals among pairs of a row."""
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    problem = Case("nan", 150, 150, 2, 2, head_dim=64).make(dtype, device)
+    query, key, value = problem.query, problem.key, problem.value
+    query[:, :, 17] = torch.nan
+    options = {"scores": cqs.Scores(softcap=5.0), "backend": "triton"}
+    whole = cqs.attention(query, key, value, **options)
+    is_nan = torch.zeros(whole.shape, dtype=torch.bool, device=device)
+    is_nan[:, :, 17] = True
+    assert torch.equal(whole.isnan(), is_nan)
+    query[:, :, 17] = 0
+    key[:, :, 90] = torch.nan  # no later query sees it
+    window = cqs.attention(query, key, value, pattern=sliding_window(5, 5), **options)
+    is_nan[:] = False
+    is_nan[:, :, 85:96] = True
+    assert torch.equal(window.isnan(), is_nan)

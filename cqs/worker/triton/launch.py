@@ -23,6 +23,7 @@ from cqs.worker.triton.counters import new_counter
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
+from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
@@ -46,6 +47,9 @@ _POLLS_PER_BLOCK = 1 / 8
 
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
+
+_MIN_ALIBI_SCALE = 2.0**-40
+"""Smallest factor on the scores with which the Hopper kernels compute ALiBi."""
 
 
 def attend_block_rows(
@@ -209,7 +213,7 @@ _PLAIN_TILES = {
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
     query, value = operands.query, operands.value
     head_dim = query.shape[-1]
-    if _is_for_hopper(query, value) and operands.dropout is None and operands.terms is None:
+    if _is_for_hopper(query, value) and _hopper_kernels_support(operands):
         if is_backward:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
@@ -260,6 +264,18 @@ def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
         and query.shape[-1] <= 128
         and value.shape[-1] <= 128
     )
+
+
+def _hopper_kernels_support(operands: TaskOperands) -> bool:
+    """Return whether the Hopper kernels support the options; otherwise the plain kernels do."""
+    terms = operands.terms
+    if operands.dropout is not None or (terms is not None and terms.bias is not None):
+        return False
+    if terms is None:
+        return True
+    # The slopes of ALiBi are divided by the scale.
+    is_scaled = terms.terms.alibi_slopes is None or abs(operands.scale) >= _MIN_ALIBI_SCALE
+    return is_scaled and terms.terms.softcap <= LARGEST_SOFTCAP
 
 
 class _Lists(NamedTuple):
@@ -381,6 +397,7 @@ def _launch(
         num_items = num_tiles * num_heads
         constants: dict[str, Any] = {
             "GROUP_SIZE": query.shape[1] // key.shape[1],
+            "softcap": softcap,
             **tiles.options,
             **options,
         }
@@ -390,10 +407,9 @@ def _launch(
             counts = num_tiles, lists.num_long(num_heads, *grid), num_items
             bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
             constants |= {"HAS_BITS": lists.mask_bits is not None, "num_warps": 4}
-            positional = *descriptors, *written, lists.tiles, lists.runs, bits, counter
+            positional = *descriptors, *written, lists.tiles, lists.runs, bits, of_slopes, counter
             return grid, (*positional, *counts, *numbers), constants
         constants |= {
-            "softcap": softcap,
             "bias_strides": None if of_bias is None else of_bias.stride(),
             "drop_below": 0 if dropout is None else dropout.threshold,
             "keep_scale": 1.0 if dropout is None else dropout.scale,
