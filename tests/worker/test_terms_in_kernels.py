@@ -45,7 +45,7 @@ def draw_case(generator, *, on_hopper=False):
     """Sizes, a mask, scale and terms."""
     num_kv_heads = generator.choice([1, 2])
     seqlen_q, seqlen_kv = (generator.randint(1, 150) for _ in range(2))
-    dims = [64, 128] if on_hopper else [16, 24, 72]
+    dims = [64, 128, 320] if on_hopper else [16, 24, 72, 320]
     case = Case(
         "drawn",
         *(seqlen_q, seqlen_kv),
@@ -130,6 +130,8 @@ def test_random_terms_are_right(device, seed):
     generator = random.Random(seed)
     dtype = generator.choice(dtypes_of(device))
     problem = draw_case(generator, on_hopper=device == "cuda").make(dtype, device)
+    value_dim = generator.choice([16, problem.query.shape[-1]])
+    problem = cqs.problem.replace(problem, value=problem.value[..., :value_dim])
     terms = draw_terms(generator, problem, has_bias=device == "cpu" or seed % 3 == 0)
     scores = cqs.Scores(
         softcap=terms.softcap or None, alibi_slopes=terms.alibi_slopes, bias=terms.bias
@@ -141,7 +143,7 @@ def test_random_terms_are_right(device, seed):
         return cqs.attention(*tensors, scores=scores, return_lse=True, **options)
 
     tensors = problem.query, problem.key, problem.value
-    grad_output = torch.randn_like(problem.query)
+    grad_output = torch.randn(*problem.query.shape[:3], value_dim, dtype=dtype, device=device)
     found = with_gradients(compute, tensors, grad_output)
     assert_same((*found, grad_output), problem, terms)
 

@@ -195,17 +195,21 @@ class _Tiles(NamedTuple):
     options: dict[str, int]
 
 
-# By backward pass, float32, and a dim beyond 128. Larger dims and float32 have smaller tiles,
-# because tiles and blocks must fit shared memory.
+# By backward pass, float32, and dims up to 128, 256 or 512. Larger dims and float32 have smaller
+# tiles, because tiles and blocks must fit shared memory.
 _PLAIN_TILES = {
-    (False, False, False): (128, 128, 8, 2),
-    (False, False, True): (128, 64, 8, 2),
-    (False, True, False): (64, 64, 4, 2),
-    (False, True, True): (64, 32, 4, 2),
-    (True, False, False): (128, 64, 8, 2),
-    (True, False, True): (64, 64, 8, 1),
-    (True, True, False): (64, 32, 4, 1),
-    (True, True, True): (32, 32, 4, 1),
+    (False, False, 128): (128, 128, 8, 2),
+    (False, False, 256): (128, 64, 8, 2),
+    (False, False, 512): (64, 32, 8, 1),
+    (False, True, 128): (64, 64, 4, 2),
+    (False, True, 256): (64, 32, 4, 2),
+    (False, True, 512): (32, 16, 8, 1),
+    (True, False, 128): (128, 64, 8, 2),
+    (True, False, 256): (64, 64, 8, 1),
+    (True, False, 512): (32, 32, 8, 1),
+    (True, True, 128): (64, 32, 4, 1),
+    (True, True, 256): (32, 32, 4, 1),
+    (True, True, 512): (16, 16, 8, 1),
 }
 """Rows of a tile, columns of a block, warps and stages of the plain kernels."""
 
@@ -218,9 +222,9 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
         return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
-    is_wide = max(head_dim, value.shape[-1]) > 128
+    width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
     rows, block, num_warps, num_stages = _PLAIN_TILES[
-        is_backward, query.dtype == torch.float32, is_wide
+        is_backward, query.dtype == torch.float32, width
     ]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
 
