@@ -6,6 +6,7 @@ head_dim 128 runs the Hopper kernels, unless there is a bias or dropout.
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -163,7 +164,12 @@ def test_tasks_that_hold_several_ranges_are_right(device, is_causal, pattern):
     options["head_dim"], dtype = (64, torch.bfloat16) if device == "cuda" else (16, torch.float32)
     case = Case("held", 59, 90, 2, 1, **options)
     problem = case.make(dtype, device)
-    terms = ScoreTerms(softcap=2.0, alibi_slopes=torch.rand(1, 2, device=device), distance=90 - 59)
+    terms = ScoreTerms(
+        softcap=2.0,
+        alibi_slopes=torch.rand(1, 2, device=device),
+        bias=torch.randn(1, 2, 59, 90) if device == "cpu" else None,
+        distance=90 - 59,
+    )
     problem = cqs.problem.replace(problem, terms=terms)
     worker, whole = Worker.of(problem, "triton"), mask_of(problem)
     tensors = [problem.query, problem.key, problem.value]
@@ -195,6 +201,25 @@ def test_tasks_that_hold_several_ranges_are_right(device, is_causal, pattern):
     assert num_apart
     found = exact[0].to(dtype), exact[1].float(), [s.to(dtype) for s in sums], grad_output
     assert_same(found, problem, terms)
+
+
+@EVERY_DEVICE
+def test_terms_and_dropout_are_right(device):
+    """The reference drops the same pairs."""
+    problem = Case("dropped", 90, 130, 4, 2, head_dim=64, is_causal=True).make(device=device)
+    bias, slopes = (torch.randn(shape, device=device) for shape in ((1, 1, 90, 130), (1, 4)))
+    scores = cqs.Scores(softcap=3.0, alibi_slopes=slopes, bias=bias)
+    options = {"is_causal": True, "dropout_p": 0.3, "seed": 1, "scores": scores, "num_tasks": 3}
+    grad_output = torch.randn_like(problem.query)
+    tensors = problem.query, problem.key, problem.value
+
+    def compute(*tensors, backend="triton"):
+        return cqs.attention(*tensors, **options, backend=backend, return_lse=True)
+
+    found = with_gradients(compute, tensors, grad_output)
+    expected = with_gradients(partial(compute, backend="reference"), tensors, grad_output)
+    for got, want in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
