@@ -132,9 +132,9 @@ MASKS = {
         "pattern must be a cqs.patterns.Pattern, got str",
     ),
     "mask-backend": (
-        masked(tensor(10, 10), backend="triton"),
+        masked(tensor(10, 10), backend="cudnn"),
         NotImplementedError,
-        "backend 'triton' does not support scores with bias",
+        "backend 'cudnn' does not support scores with bias",
     ),
     "gqa-int": (masked(None, enable_gqa=1), TypeError, "enable_gqa must be a bool, got 1"),
     "gqa-none": (masked(None, enable_gqa=None), TypeError, "enable_gqa must be a bool, got None"),

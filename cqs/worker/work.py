@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cqs.patterns import BoundPattern
 from cqs.patterns.views import View
-from cqs.ranges import rows_of
+from cqs.ranges import moved, rows_of
 from cqs.scheduler import Step
 
 
@@ -27,6 +27,16 @@ class Work:
     """
 
     block_rows: tuple[BlockRow, ...]
+    positions: tuple[tuple[range, ...], tuple[range, ...]] | None = None
+    """Positions of the rows of queries and keys, ``None`` if no score depends on them. Those of
+    queries are counted such that ALiBi is 0 for a key at the position of its query."""
+
+    def offset(self, view: View) -> int:
+        """Return the number to be added to ``row of query - row of key`` for their distance."""
+        if self.positions is None:
+            return 0
+        queries, keys = map(_position_of_row_0, (view.queries, view.keys), self.positions)
+        return queries - keys
 
 
 @lru_cache(maxsize=256)
@@ -35,6 +45,7 @@ def make_work(
     pattern: BoundPattern | None,
     queries: tuple[range, ...],
     keys: tuple[range, ...],
+    distance: int | None = None,
 ) -> Work:
     """Translate the tokens of steps into row numbers of tensors.
 
@@ -43,6 +54,7 @@ def make_work(
         pattern: The pattern that masks pairs of the steps, or ``None``.
         queries: Token ranges that the rows of the query tensor hold, one after another.
         keys: Token ranges that the rows of the key tensor hold, one after another.
+        distance: ``seqlen_kv - seqlen_q``, if scores depend on positions.
 
     Raises:
         KeyError: Tokens of a step are not held.
@@ -51,7 +63,8 @@ def make_work(
         tuple(
             BlockRow(rows_of(step.queries, queries), _views(step, pattern, queries, keys))
             for step in steps
-        )
+        ),
+        None if distance is None else (tuple(moved(r, distance) for r in queries), keys),
     )
 
 
@@ -68,9 +81,19 @@ def _views(
         if pattern is None:
             found.append(View(rows, columns))
             continue
-        moved = rows.start - step.queries.start, columns.start - tokens.start
-        found += [view.moved(*moved) for view in pattern.views(step.queries, tokens)]
+        by = rows.start - step.queries.start, columns.start - tokens.start
+        found += [view.moved(*by) for view in pattern.views(step.queries, tokens)]
     if step.causal_keys is not None:
         columns = rows_of(step.causal_keys, keys)
         found.append(View(rows, columns, high=columns.start - rows.start))
     return tuple(found)
+
+
+def _position_of_row_0(rows: range, positions: tuple[range, ...]) -> int:
+    """Return the position that row 0 would have if all rows were adjacent to these."""
+    first = 0
+    for tokens in positions:
+        if rows.start < first + len(tokens):
+            return tokens.start - first
+        first += len(tokens)
+    raise KeyError(rows)

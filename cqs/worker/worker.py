@@ -237,9 +237,11 @@ class Worker:
         (query, key, value), dropout, bits = held[:3], self.dropout, None
         if dropout is not None:
             bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
-        work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges)
+        distance = terms = None
+        if self.terms is not None and self.terms.alibi_slopes is not None:
+            distance = self.terms.distance
+        work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges, distance)
         tensors = query.joined(), key.joined(), value.joined()
-        terms = None
         if self.terms is not None:
             terms = self.terms.of_pairs(query.sample.device, query.ranges, key.ranges)
         return TaskOperands(*tensors, work, self.scale, dropout, bits, terms)

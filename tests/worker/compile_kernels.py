@@ -6,6 +6,7 @@ run as a program: Triton either compiles kernels or interprets them in all of a 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from cqs.executors.distributed.transport.row_copies import RowCopy
 from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.problem.dropout import Dropout
+from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import make_plan
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton import launch
@@ -66,17 +68,19 @@ def compile_both_passes(
     *,
     on_hopper: bool = False,
     dropout: Dropout | None = None,
+    terms: ScoreTerms | None = None,
 ) -> None:
     launch._is_for_hopper = lambda query, value: on_hopper
     whole = (range(TOKENS),)
     steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
-    work = make_work(steps, pattern.bind(TOKENS), whole, whole)
+    work = make_work(steps, pattern.bind(TOKENS), whole, whole, terms and terms.distance)
 
     def run() -> list[Tensor]:
         query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
         key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
         bits = None if dropout is None else dropout.random_bits(query, whole, whole)
-        operands = TaskOperands(query, key, value, work, 0.1, dropout, bits)
+        of_pairs = terms and terms.of_pairs(query.device, whole, whole)
+        operands = TaskOperands(query, key, value, work, 0.1, dropout, bits, of_pairs)
         answer, grad_output = launch.attend_block_rows(operands), torch.randn_like(query)
         gradients = launch.gradients_of_block_rows(operands, grad_output, *answer)
         return [query, key, value, *answer, grad_output, *gradients]
@@ -142,3 +146,11 @@ if __name__ == "__main__":
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
     for head_dim, pattern in ((64, irregular), (128, window), (128, streams), (128, irregular)):
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
+    capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
+    both = replace(slanted, softcap=50.0)
+    for terms in (capped, slanted, both):
+        compile_both_passes(torch.bfloat16, 128, irregular, on_hopper=True, terms=terms)
+        compile_both_passes(torch.bfloat16, 64, streams, on_hopper=True, terms=terms)
+    both = replace(both, bias=torch.randn(1, 1, TOKENS, TOKENS))
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_both_passes(dtype, 64, window | streams, terms=both)

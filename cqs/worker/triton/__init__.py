@@ -13,13 +13,14 @@ from cqs.partial import Partial, has_triton
 from cqs.worker.backend import TaskBackend
 from cqs.worker.operands import TaskOperands
 
-_HEAD_DIMS = range(16, 257, 8)
+_HEAD_DIMS = range(16, 513, 8)
 
 
 class _Triton(TaskBackend):
     """Kernels of this project: for Hopper GPUs in half precision, and for all other GPUs."""
 
     name = "triton"
+    supported_terms = frozenset(("softcap", "alibi_slopes", "bias"))
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
@@ -35,7 +36,7 @@ class _Triton(TaskBackend):
         for name, tensor in (("head_dim", query), ("value_dim", value)):
             if tensor.shape[-1] not in _HEAD_DIMS:
                 return (
-                    f"requires a {name} that is a multiple of 8 from 16 to 256, "
+                    f"requires a {name} that is a multiple of 8 from 16 to 512, "
                     f"got {tensor.shape[-1]}"
                 )
         return None

@@ -18,7 +18,9 @@ from cqs.worker.triton.fields import (
     TILE_RUN_STOP,
 )
 from cqs.worker.triton.pairs import (
+    apply_terms,
     is_kept,
+    load_bias,
     load_key_bits,
     load_query_bits,
     load_run,
@@ -100,6 +102,8 @@ def query_gradients(
     runs,
     mask_bits,
     dropout_bits,
+    slopes,
+    bias,
     num_tiles,
     query_step,
     key_step,
@@ -107,6 +111,8 @@ def query_gradients(
     num_queries,
     head_dim,
     scale,
+    bias_strides,
+    softcap,
     drop_below,
     keep_scale,
     GROUP_SIZE: tl.constexpr,
@@ -134,6 +140,8 @@ def query_gradients(
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
         dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
+        bias: ``[batch, num_heads, rows_q, rows_kv]``, or None.
         num_tiles: Number of tiles, the same for every head.
         query_step: Tokens between two rows.
         key_step: Tokens between two columns.
@@ -141,6 +149,8 @@ def query_gradients(
         num_queries: Number of queries of all residues.
         head_dim: Number of columns of the queries.
         scale: Factor on the scores.
+        bias_strides: The four strides of ``bias``, 0 for dimensions that broadcast.
+        softcap: The soft cap, or None.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the pairs that stay.
         GROUP_SIZE: Number of query heads that share a KV head.
@@ -170,24 +180,39 @@ def query_gradients(
     deltas = tl.load(delta + rows, mask=in_tile, other=0.0)
     if dropout_bits is not None:
         multiplier, increment = load_query_bits(dropout_bits, rows, in_tile)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
+    tokens = (query_residue + positions * query_step)[:, None]
+    of_bias = bias, bias_strides, batch, head % num_heads, tokens
+    steps = query_step, key_step
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for index in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
         run = load_run(runs, index)
-        start, stop, _, _, residue = run
+        start, stop, _, _, residue, _ = run
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
             v = value.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_V)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            products = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
-            p = tl.exp2(scores * (scale * _LOG2E) - lses[:, None])
+            in_run = (keys < stop)[None, :]
+            columns = (residue + keys * key_step)[None, :]
+            of_pairs = load_bias(*of_bias, columns, in_tile[:, None] & in_run)
+            scores, unit, capped = apply_terms(
+                products, scale * _LOG2E, softcap, slope, of_pairs, run, positions, k0, *steps
+            )
+            p = tl.exp2(scores * unit - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
             if dropout_bits is not None:
                 bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
                 kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
                 grad_p = tl.where(kept, grad_p * keep_scale, 0.0)
             # The select comes after the product: p of a masked pair may be inf, and inf * 0 is NaN.
-            grad_scores = tl.where(is_visible, p * (grad_p - deltas[:, None]), 0.0)
+            grad_scores = p * (grad_p - deltas[:, None])
+            if softcap is not None:
+                grad_scores *= 1 - capped * capped
+            grad_scores = tl.where(is_visible, grad_scores, 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     _write(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
 
@@ -209,6 +234,8 @@ def key_gradients(
     runs,
     mask_bits,
     dropout_bits,
+    slopes,
+    bias,
     num_tiles,
     key_step,
     query_step,
@@ -218,6 +245,8 @@ def key_gradients(
     head_dim,
     value_dim,
     scale,
+    bias_strides,
+    softcap,
     drop_below,
     keep_scale,
     GROUP_SIZE: tl.constexpr,
@@ -249,6 +278,8 @@ def key_gradients(
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
         dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
+        bias: ``[batch, num_heads, rows_q, rows_kv]``, or None.
         num_tiles: Number of tiles, the same for every KV head.
         key_step: Tokens between two rows.
         query_step: Tokens between two columns.
@@ -258,6 +289,8 @@ def key_gradients(
         head_dim: Number of columns of the keys.
         value_dim: Number of columns of the values.
         scale: Factor on the scores.
+        bias_strides: The four strides of ``bias``, 0 for dimensions that broadcast.
+        softcap: The soft cap, or None.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the pairs that stay.
         GROUP_SIZE: Number of query heads that share a KV head.
@@ -280,6 +313,7 @@ def key_gradients(
     positions = key_start + tl.arange(0, TILE_K)
     in_tile = positions < key_stop
     tokens = key_residue + positions * key_step
+    steps = key_step, query_step
     corner = [batch, kv_head % num_kv_heads, key_residue, key_start, 0]
     k = key.load(corner).reshape(TILE_K, BLOCK_D)
     v = value.load(corner).reshape(TILE_K, BLOCK_V)
@@ -291,20 +325,31 @@ def key_gradients(
     for member in range(GROUP_SIZE):
         head = kv_head % num_kv_heads * GROUP_SIZE + member
         first_row = (batch * num_heads + head).to(tl.int64) * num_queries
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + batch * num_heads + head)
         for index in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
             run = load_run(runs, index)
-            start, stop, _, _, residue = run
+            start, stop, _, _, residue, _ = run
             for q0 in range(start, stop, TILE_Q):
                 q = query.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_D)
                 grad_out = grad_output.load([batch, head, residue, q0, 0]).reshape(TILE_Q, BLOCK_V)
                 queries = q0 + tl.arange(0, TILE_Q)
                 in_run = queries < stop
+                in_pairs = in_tile[:, None] & in_run[None, :]
                 # Queries beyond the run may be in another run: an LSE of +inf removes them here.
                 place = first_row + residue + queries * query_step
                 lses = tl.load(lse_log2 + place, mask=in_run, other=float("inf"))
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
-                scores = tl.dot(k, q.T, input_precision=PRECISION)
-                p = tl.exp2(scores * (scale * _LOG2E) - lses[None, :])
+                products = tl.dot(k, q.T, input_precision=PRECISION)
+                columns = (residue + queries * query_step)[None, :]
+                of_pairs = load_bias(
+                    bias, bias_strides, batch, head, columns, tokens[:, None], in_pairs
+                )
+                scores, unit, capped = apply_terms(
+                    products, scale * _LOG2E, softcap, slope, of_pairs, run, positions, q0, *steps
+                )
+                p = tl.exp2(scores * unit - lses[None, :])
                 is_visible = visible(mask_bits, run, positions, queries, key_step, query_step)
                 p = tl.where(is_visible, p, 0.0)
                 grad_p = tl.dot(v, grad_out.T, input_precision=PRECISION)
@@ -317,6 +362,8 @@ def key_gradients(
                     kept_p = tl.where(kept, p, 0.0)
                 acc_v = tl.dot(kept_p.to(v.dtype), grad_out, acc_v, input_precision=PRECISION)
                 grad_scores = p * (grad_p - deltas[None, :])
+                if softcap is not None:  # NaN of a masked pair would not vanish by p = 0
+                    grad_scores = tl.where(is_visible, grad_scores * (1 - capped * capped), 0.0)
                 acc_k = tl.dot(grad_scores.to(k.dtype), q, acc_k, input_precision=PRECISION)
     if dropout_bits is not None:
         acc_v *= keep_scale

@@ -18,7 +18,9 @@ from cqs.worker.triton.fields import (
     TILE_RUN_STOP,
 )
 from cqs.worker.triton.pairs import (
+    apply_terms,
     is_kept,
+    load_bias,
     load_key_bits,
     load_query_bits,
     load_run,
@@ -51,6 +53,8 @@ def attend_tiles(
     runs,
     mask_bits,
     dropout_bits,
+    slopes,
+    bias,
     num_tiles,
     num_heads,
     num_queries,
@@ -62,6 +66,8 @@ def attend_tiles(
     key_step,
     scale_log2,
     value_dim,
+    bias_strides,
+    softcap,
     drop_below,
     keep_scale,
     GROUP_SIZE: tl.constexpr,
@@ -73,7 +79,7 @@ def attend_tiles(
 ):
     """Write the partial output of one query tile of one head.
 
-    With ``scores = scale * q @ k.T``, -inf where a pair is masked out, this is
+    With ``scores = terms(scale * q @ k.T)``, -inf where a pair is masked out, this is
     ``output = dropout(softmax(scores)) @ v`` and ``lse = logsumexp(scores, -1)``.
 
     Args:
@@ -87,6 +93,8 @@ def attend_tiles(
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs, or None if no run has any.
         dropout_bits: :class:`cqs.problem.dropout.DropoutBits` of the rows, or None without dropout.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
+        bias: ``[batch, num_heads, rows_q, rows_kv]``, or None.
         num_tiles: Number of tiles, the same for every head.
         num_heads: Number of query heads.
         num_queries: Number of queries of all residues.
@@ -99,6 +107,8 @@ def attend_tiles(
         key_step: Tokens between two columns.
         scale_log2: Factor on the scores divided by ln 2; positive.
         value_dim: Number of columns of the values.
+        bias_strides: The four strides of ``bias``, 0 for dimensions that broadcast.
+        softcap: The soft cap, or None.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the pairs that stay.
         GROUP_SIZE: Number of query heads that share a KV head.
@@ -133,6 +143,12 @@ def attend_tiles(
             head.to(tl.int64) * num_queries + query_residue + positions * query_step,
             in_tile,
         )
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head)
+    tokens = (query_residue + positions * query_step)[:, None]
+    of_bias = bias, bias_strides, batch, head % num_heads, tokens
+    steps = query_step, key_step
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
@@ -140,14 +156,20 @@ def attend_tiles(
     # long sequence, do not.
     for index in range(run_start, banded_stop):
         run = load_run(runs, index)
-        start, stop, _, _, residue = run
+        start, stop, _, _, residue, _ = run
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            products = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
+            in_run = (keys < stop)[None, :]
+            columns = (residue + keys * key_step)[None, :]
+            of_pairs = load_bias(*of_bias, columns, in_tile[:, None] & in_run)
+            scores, unit, capped = apply_terms(
+                products, scale_log2, softcap, slope, of_pairs, run, positions, k0, *steps
+            )
             is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
             scores = tl.where(is_visible, scores, float("-inf"))
-            p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
+            p, largest, total, decay = _exponentials(scores, largest, total, unit, True)
             if dropout_bits is not None:
                 bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
                 kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
@@ -156,13 +178,20 @@ def attend_tiles(
             acc = acc * decay[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     for index in range(banded_stop, run_stop):
-        start, stop, _, _, residue = load_run(runs, index)
+        run = load_run(runs, index)
+        start, stop, _, _, residue, _ = run
         for k0 in range(start, stop, TILE_K):
             k = key.load([batch, kv_head, residue, k0, 0]).reshape(TILE_K, BLOCK_D)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
-            p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
+            products = tl.dot(q, k.T, input_precision=PRECISION)
+            keys = k0 + tl.arange(0, TILE_K)
+            columns = (residue + keys * key_step)[None, :]
+            of_pairs = load_bias(*of_bias, columns, in_tile[:, None])
+            scores, unit, capped = apply_terms(
+                products, scale_log2, softcap, slope, of_pairs, run, positions, k0, *steps
+            )
+            # A bias of -inf masks pairs out, of full runs too.
+            p, largest, total, decay = _exponentials(scores, largest, total, unit, bias is not None)
             if dropout_bits is not None:
-                keys = k0 + tl.arange(0, TILE_K)
                 bits = load_key_bits(dropout_bits, residue + keys * key_step, keys < stop)
                 kept = is_kept(multiplier[:, None], increment[:, None], bits[None, :], drop_below)
                 p = tl.where(kept, p, 0.0)
@@ -190,17 +219,24 @@ def attend_tiles(
 
 
 @triton.jit
-def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: tl.constexpr):
+def _exponentials(scores, largest, total, unit, MAY_BE_EMPTY: tl.constexpr):
     """Take one step of the online softmax.
+
+    Args:
+        scores: Scores of a block, float32 ``[rows, columns]``.
+        largest: Maximum of each row so far, times ``unit``.
+        total: Denominator of each row so far, relative to its maximum.
+        unit: Factor on the scores that makes them base-2 logarithms; positive.
+        MAY_BE_EMPTY: Whether all scores of a row may be -inf.
 
     Returns:
         Probabilities relative to the new maximum, the new maximum, the new denominator, and the
         factor on what was accumulated before.
     """
-    larger = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
+    larger = tl.maximum(largest, tl.max(scores, 1) * unit)
     shift = larger
     if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
         shift = tl.where(larger == float("-inf"), 0.0, larger)
-    p = tl.exp2(scores * scale_log2 - shift[:, None])
+    p = tl.exp2(scores * unit - shift[:, None])
     decay = tl.exp2(largest - shift)
     return p, larger, total * decay + tl.sum(p, 1), decay

@@ -26,13 +26,14 @@ from cqs.worker.triton.fields import (
     TILE_RUN_START,
     TILE_RUN_STOP,
 )
-from cqs.worker.triton.hopper_pairs import visible
+from cqs.worker.triton.hopper_pairs import alibi, tanh, visible
 from cqs.worker.triton.hopper_queue import (
     ITEM_HEAD,
     ITEM_INDEX,
     NUM_CONSUMERS,
     async_load,
     item_field,
+    load_offset,
     load_place,
     load_run,
     make_queue,
@@ -40,6 +41,8 @@ from cqs.worker.triton.hopper_queue import (
     place_of,
     publish_item,
 )
+
+_LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
@@ -57,6 +60,7 @@ def query_gradients_on_hopper(
     tiles,
     runs,
     mask_bits,
+    slopes,
     counter,
     num_tiles,
     num_long,
@@ -68,6 +72,7 @@ def query_gradients_on_hopper(
     head_dim,
     scale,
     scale_log2,
+    softcap,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -89,6 +94,7 @@ def query_gradients_on_hopper(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
         counter: int32 ``[2]``, zeros: the number of items that programs took after their first; the
             second element is not used.
         num_tiles: Number of tiles, the same for every head.
@@ -101,6 +107,7 @@ def query_gradients_on_hopper(
         head_dim: Number of columns of the queries.
         scale: Factor on the scores.
         scale_log2: ``scale`` divided by ln 2.
+        softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
         STAGES: Number of key and value blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
@@ -111,9 +118,10 @@ def query_gradients_on_hopper(
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (query_step, key_step)
     sources = (query, grad_output, key, value)
-    statistics = (lse_log2, delta, num_queries, scale_log2)
+    statistics = (lse_log2, delta, num_queries)
+    terms = (scale_log2, softcap, slopes)
     target = (grad_query, head_dim, scale)
-    context = (queue, memory, work, steps, statistics, target)
+    context = (queue, memory, work, steps, statistics, terms, target)
     gl.warp_specialize(
         [
             (_consume_for_queries, (context, HAS_BITS, IS_SUM, 0)),
@@ -148,6 +156,7 @@ def key_gradients_on_hopper(
     tiles,
     runs,
     mask_bits,
+    slopes,
     counter,
     num_tiles,
     num_long,
@@ -161,6 +170,7 @@ def key_gradients_on_hopper(
     value_dim,
     scale,
     scale_log2,
+    softcap,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -186,6 +196,7 @@ def key_gradients_on_hopper(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
         counter: int32 ``[2]``, zeros: the number of items that programs took after their first; the
             second element is not used.
         num_tiles: Number of tiles, the same for every KV head.
@@ -200,6 +211,7 @@ def key_gradients_on_hopper(
         value_dim: Number of columns of the values.
         scale: Factor on the scores.
         scale_log2: ``scale`` divided by ln 2.
+        softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
         STAGES: Number of query and gradient blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
@@ -210,9 +222,10 @@ def key_gradients_on_hopper(
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (key_step, query_step)
     sources = (key, value, query, grad_output)
-    statistics = (lse_log2, delta, num_queries, scale_log2)
+    statistics = (lse_log2, delta, num_queries)
+    terms = (scale_log2, softcap, slopes)
     target = (grad_key, grad_value, num_keys, head_dim, value_dim, scale)
-    context = (queue, memory, work, steps, statistics, target)
+    context = (queue, memory, work, steps, statistics, terms, target)
     gl.warp_specialize(
         [
             (_consume_for_keys, (context, GROUP_SIZE, HAS_BITS, IS_SUM, 0)),
@@ -371,11 +384,12 @@ def _same_tile(memory, turn, half: gl.constexpr, count):
 @gluon.jit
 def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, half: gl.constexpr):
     """Write the gradients of one half of each query tile's rows."""
-    queue, memory, work, steps, statistics, target = context
+    queue, memory, work, steps, statistics, terms, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     query_step, _ = steps
-    lse_log2, delta, num_queries, scale_log2 = statistics
+    lse_log2, delta, num_queries = statistics
+    scale_log2, softcap, slopes = terms
     grad_query, head_dim, scale = target
     ROWS: gl.constexpr = a.shape[4]
     BLOCK: gl.constexpr = ring_a.shape[4]
@@ -394,6 +408,7 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
         query_stop = item_field(item, TILE_ROW_STOP)
         run_start = item_field(item, TILE_RUN_START)
         banded_stop = item_field(item, TILE_BANDED_STOP)
+        run_stop = item_field(item, TILE_RUN_STOP)
         full_blocks = item_field(item, TILE_FULL_BLOCKS)
         first_row = item_field(item, ITEM_HEAD).to(gl.int64) * num_queries
         first_row += item_field(item, TILE_OUTPUT_ROW)
@@ -403,7 +418,10 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
         rows = first_row + row * query_step
         lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
         deltas = gl.load(delta + rows, mask=in_tile, other=0.0)
-        of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), scale_log2)
+        of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), terms)
+        slope = None
+        if slopes is not None:
+            slope = gl.load(slopes + item_field(item, ITEM_HEAD))
         tile = _tile_of(memory, turn, half)
         mbarrier.wait(tile_ready.index(turn & 1), turn >> 1 & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
@@ -412,19 +430,41 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
         grad_scores = gl.zeros([ROWS, BLOCK], a.dtype, gl.DotOperandLayout(0, acc_layout, 2))
         for number in range(run_start, banded_stop):
             start, stop, band, bits_start = load_run(runs, number)
+            offset = load_offset(runs, number)
             for k0 in range(start, stop, BLOCK):
-                place = (mask_bits, (start, stop, band, bits_start), steps, query_start, k0)
+                run = (start, stop, band, bits_start)
+                place = (mask_bits, run, steps, query_start, k0, offset, 0)
                 acc, grad_scores = _query_step(
-                    tile, ring, i, first, acc, grad_scores, of_rows, place, True, HAS_BITS
+                    tile, ring, i, first, acc, grad_scores, of_rows, slope, place, True, HAS_BITS
                 )
                 i += 1
         tile = _same_tile(memory, turn, half, full_blocks)
-        for j in range(i, i + full_blocks):
-            place = (mask_bits, (0, 0, (0, 0), 0), steps, query_start, 0)
-            acc, grad_scores = _query_step(
-                tile, ring, j, first, acc, grad_scores, of_rows, place, False, False
-            )
-        i += full_blocks
+        no_run = (0, 0, (0, 0), 0)
+        if slopes is None:
+            for j in range(i, i + full_blocks):
+                place = (mask_bits, no_run, steps, query_start, 0, 0, 0)
+                acc, grad_scores = _query_step(
+                    tile, ring, j, first, acc, grad_scores, of_rows, slope, place, False, False
+                )
+            i += full_blocks
+        else:
+            for number in range(banded_stop, run_stop):
+                start, stop, _ = load_place(runs, number)
+                offset = load_offset(runs, number)
+                for k0 in range(start, stop, BLOCK):
+                    place = (
+                        mask_bits,
+                        no_run,
+                        steps,
+                        query_start,
+                        k0,
+                        load_offset(runs, number),
+                        0,
+                    )
+                    acc, grad_scores = _query_step(
+                        tile, ring, i, first, acc, grad_scores, of_rows, slope, place, False, False
+                    )
+                    i += 1
         # No product reads the tile any more: the last one, below, reads the last key block.
         mbarrier.arrive(tile_free.index(turn & 1), count=1)
         keys = ring_a.index((i - 1) % STAGES).reshape([BLOCK, BLOCK_D])
@@ -446,6 +486,7 @@ def _query_step(
     acc,
     last_grad_scores,
     statistics,
+    slope,
     place,
     IS_BANDED: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -459,8 +500,9 @@ def _query_step(
         first: Number of the tile's first block.
         acc: Gradient of the queries so far, float32 ``[ROWS, BLOCK_D]``.
         last_grad_scores: Score gradients of block ``i - 1``; zeros for the first block.
-        statistics: LSE and delta of the rows, and the factor on the scores.
-        place: Mask bits, run, steps, first row and first column of the block.
+        statistics: LSE and delta of the rows; factor on the scores, soft cap and slopes.
+        slope: Slope of the head, or None.
+        place: Mask bits, run, steps, first row, first column, offset and residue of the block.
         IS_BANDED: Whether pairs may be masked out.
         HAS_BITS: Whether any run has mask bits.
 
@@ -469,7 +511,8 @@ def _query_step(
     """
     q, grad_out = tile
     ring_a, ring_b, ready, free = ring
-    lses, deltas, scale_log2 = statistics
+    lses, deltas, terms = statistics
+    _, softcap, _ = terms
     STAGES: gl.constexpr = ring_a.shape[0]
     BLOCK: gl.constexpr = ring_a.shape[4]
     BLOCK_D: gl.constexpr = ring_a.shape[5]
@@ -487,11 +530,13 @@ def _query_step(
     last_keys = ring_a.index(last % STAGES).reshape([BLOCK, BLOCK_D])
     adding = warpgroup_mma(last_grad_scores, last_keys, acc, is_async=True)
     scores = warpgroup_mma_wait(2, [scores])
-    p = gl.exp2(scores * scale_log2 - lses)
+    p, capped = _probabilities(scores, lses, terms, slope, place, IS_BANDED, HAS_BITS)
     grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - deltas)
+    if softcap is not None:
+        grad_scores *= 1 - capped * capped
     if IS_BANDED:
-        mask_bits, run, steps, row_start, column_start = place
+        mask_bits, run, steps, row_start, column_start, _, _ = place
         live = visible(layout, mask_bits, run, steps, row_start, column_start, HAS_BITS)
         grad_scores = gl.where(live, grad_scores, 0.0)
     acc, last_grad_scores = warpgroup_mma_wait(0, [adding, last_grad_scores])
@@ -510,11 +555,12 @@ def _consume_for_keys(
     half: gl.constexpr,
 ):
     """Write the gradients of one half of each key tile's rows."""
-    queue, memory, work, steps, statistics, target = context
+    queue, memory, work, steps, statistics, terms, target = context
     a, b, ring_a, ring_b, tile_ready, tile_free, ready, free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     key_step, _ = steps
-    lse_log2, delta, num_queries, scale_log2 = statistics
+    lse_log2, delta, num_queries = statistics
+    scale_log2, softcap, slopes = terms
     grad_key, grad_value, num_keys, head_dim, value_dim, scale = target
     ROWS: gl.constexpr = a.shape[4]
     BLOCK: gl.constexpr = ring_a.shape[4]
@@ -541,29 +587,29 @@ def _consume_for_keys(
         acc_v = gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout)
         for member in range(GROUP_SIZE):
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
-            of_columns = (lse_log2 + first_row, delta + first_row, scale_log2)
+            of_columns = (lse_log2 + first_row, delta + first_row, terms)
+            slope = None
+            if slopes is not None:
+                slope = gl.load(slopes + kv_head * GROUP_SIZE + member)
             for number in range(run_start, banded_stop):
                 start, stop, band, bits_start = load_run(runs, number)
                 residue = gl.load(runs + number * RUN_FIELDS + RUN_RESIDUE)
+                offset = load_offset(runs, number)
                 for q0 in range(start, stop, BLOCK):
-                    place = (
-                        mask_bits,
-                        (start, stop, band, bits_start),
-                        steps,
-                        key_start,
-                        q0,
-                        residue,
-                    )
+                    run = (start, stop, band, bits_start)
+                    place = (mask_bits, run, steps, key_start, q0, offset, residue)
                     acc_k, acc_v = _key_step(
-                        tile, ring, i, acc_k, acc_v, of_columns, place, True, HAS_BITS
+                        tile, ring, i, acc_k, acc_v, of_columns, slope, place, True, HAS_BITS
                     )
                     i += 1
             for number in range(banded_stop, run_stop):
                 start, stop, residue = load_place(runs, number)
+                offset = load_offset(runs, number)
                 for q0 in range(start, stop, BLOCK):
-                    place = (mask_bits, (start, stop, (0, 0), 0), steps, key_start, q0, residue)
+                    run = (start, stop, (0, 0), 0)
+                    place = (mask_bits, run, steps, key_start, q0, offset, residue)
                     acc_k, acc_v = _key_step(
-                        tile_again, ring, i, acc_k, acc_v, of_columns, place, False, False
+                        tile_again, ring, i, acc_k, acc_v, of_columns, slope, place, False, False
                     )
                     i += 1
         mbarrier.arrive(tile_free.index(turn & 1), count=1)
@@ -585,6 +631,7 @@ def _key_step(
     acc_k,
     acc_v,
     statistics,
+    slope,
     place,
     IS_BANDED: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -600,8 +647,9 @@ def _key_step(
         i: Number of blocks so far.
         acc_k: Gradient of the keys so far, float32 ``[ROWS, BLOCK_D]``.
         acc_v: Gradient of the values so far, float32 ``[ROWS, BLOCK_V]``.
-        statistics: LSE and delta of the head's queries, and the factor on the scores.
-        place: Mask bits, run, steps, first row, first column and residue of the block.
+        statistics: LSE and delta of the head's queries; factor on the scores, soft cap and slopes.
+        slope: Slope of the head, or None.
+        place: Mask bits, run, steps, first row, first column, offset and residue of the block.
         IS_BANDED: Whether pairs may be masked out.
         HAS_BITS: Whether any run has mask bits.
 
@@ -610,8 +658,9 @@ def _key_step(
     """
     k, v = tile
     ring_a, ring_b, ready, free = ring
-    lse_log2, delta, scale_log2 = statistics
-    mask_bits, run, steps, row_start, column_start, residue = place
+    lse_log2, delta, terms = statistics
+    _, softcap, _ = terms
+    mask_bits, run, steps, row_start, column_start, _, residue = place
     _, column_step = steps
     STAGES: gl.constexpr = ring_a.shape[0]
     BLOCK: gl.constexpr = ring_a.shape[4]
@@ -631,7 +680,8 @@ def _key_step(
     scores = _issue_product(k, queries.permute([1, 0]), layout)
     grad_p = _issue_product(v, grad_out.permute([1, 0]), layout)
     scores = warpgroup_mma_wait(1, [scores])
-    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lses, 0))
+    lses = gl.expand_dims(lses, 0)
+    p, capped = _probabilities(scores, lses, terms, slope, place, IS_BANDED, HAS_BITS)
     if IS_BANDED:
         live = visible(layout, mask_bits, run, steps, row_start, column_start, HAS_BITS)
         p = gl.where(live, p, 0.0)
@@ -645,6 +695,8 @@ def _key_step(
         deltas = gl.load(delta + token)
     grad_p = warpgroup_mma_wait(1, [grad_p])
     grad_scores = p * (grad_p - gl.expand_dims(deltas, 0))
+    if softcap is not None:
+        grad_scores *= 1 - capped * capped
     key_layout: gl.constexpr = acc_k.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, key_layout, 2)
     grad_scores = gl.convert_layout(grad_scores.to(k.dtype), operand)
@@ -654,6 +706,36 @@ def _key_step(
     )
     mbarrier.arrive(free.index(i % STAGES), count=1)
     return acc_k, acc_v
+
+
+@gluon.jit
+def _probabilities(
+    products, lses, terms, slope, place, IS_BANDED: gl.constexpr, HAS_BITS: gl.constexpr
+):
+    """Return the probabilities of a block, and the hyperbolic tangents of its soft cap, if any.
+
+    Args:
+        products: Products of queries and keys, float32 ``[rows, columns]``.
+        lses: LSE of the queries divided by ln 2, broadcastable to the products.
+        terms: Factor on the scores divided by ln 2, soft cap, and slopes.
+        slope: Slope of the head, or None.
+        place: Mask bits, run, steps, first row, first column, offset and residue of the block.
+        IS_BANDED: Whether pairs may be masked out.
+        HAS_BITS: Whether any run has mask bits.
+    """
+    scale_log2, softcap, _ = terms
+    mask_bits, run, steps, row_start, column_start, offset, _ = place
+    layout: gl.constexpr = products.type.layout
+    capped, unit = products, scale_log2
+    if softcap is not None:
+        if IS_BANDED:  # NaN of a masked pair would spread
+            live = visible(layout, mask_bits, run, steps, row_start, column_start, HAS_BITS)
+            products = gl.where(live, products, 0.0)
+        capped, unit = tanh(products, 2 * scale_log2 / softcap), softcap * _LOG2E
+    exponents = capped * unit - lses
+    if slope is not None:
+        exponents -= alibi(layout, slope, offset, steps, row_start, column_start)
+    return gl.exp2(exponents), capped
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ from cqs.worker.triton.fields import (
     TILE_RUN_START,
     TILE_RUN_STOP,
 )
-from cqs.worker.triton.hopper_pairs import visible
+from cqs.worker.triton.hopper_pairs import alibi, tanh, visible
 from cqs.worker.triton.hopper_queue import (
     ITEM_HEAD,
     ITEM_INDEX,
@@ -38,6 +38,7 @@ from cqs.worker.triton.hopper_queue import (
     NUM_CONSUMERS,
     async_load,
     item_field,
+    load_offset,
     load_place,
     load_run,
     make_queue,
@@ -48,6 +49,7 @@ from cqs.worker.triton.hopper_queue import (
 )
 
 _LN2 = gl.constexpr(0.6931471805599453)
+_LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
@@ -72,6 +74,7 @@ def attend_tiles_on_hopper(
     tiles,
     runs,
     mask_bits,
+    slopes,
     counter,
     num_tiles,
     num_long,
@@ -86,6 +89,7 @@ def attend_tiles_on_hopper(
     key_step,
     scale_log2,
     value_dim,
+    softcap,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -103,6 +107,7 @@ def attend_tiles_on_hopper(
         tiles: int32 ``[num_tiles, TILE_FIELDS]``; see tiles.py.
         runs: int32 ``[num_runs, RUN_FIELDS]``.
         mask_bits: int32 mask bits of the runs; a tensor even if no run has any.
+        slopes: Slopes of ALiBi divided by ln 2, float32 ``[batch, num_heads]``, or None.
         counter: int32 ``[2]``, zeros: the number of items that programs took after their first, and
             the number of items that have started.
         num_tiles: Number of tiles, the same for every head.
@@ -118,6 +123,7 @@ def attend_tiles_on_hopper(
         key_step: Tokens between two columns.
         scale_log2: Factor on the scores divided by ln 2; positive.
         value_dim: Number of columns of the values.
+        softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
         STAGES: Number of key and value blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
@@ -151,7 +157,8 @@ def attend_tiles_on_hopper(
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
-    answer = (output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim)
+    answer = (output, lse, output_strides, lse_strides, num_heads, value_dim)
+    terms = (scale_log2, softcap, slopes)
     steps = (query_step, key_step)
     # Warps, and registers of a thread, of the partitions after the first. A multiprocessor has
     # 65,536 registers. The kernel has three warpgroups, because the producer's one warp counts as a
@@ -161,8 +168,8 @@ def attend_tiles_on_hopper(
     # head_dim 128, a consumer's scores and output, 64 x 128 float32, take 64 registers each.
     gl.warp_specialize(
         [
-            (_consume, (queue, memory, work, answer, steps, HAS_BITS, 0)),
-            (_consume, (queue, memory, work, answer, steps, HAS_BITS, 1)),
+            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, 0)),
+            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, 1)),
             (
                 _produce,
                 (queue, memory, work, query, key, value, counter, num_polls, num_heads, GROUP_SIZE),
@@ -230,11 +237,15 @@ def _produce(
 
 
 @gluon.jit
-def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
+def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
     """Write the partial outputs of one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
-    output, lse, output_strides, lse_strides, num_heads, scale_log2, value_dim = answer
+    output, lse, output_strides, lse_strides, num_heads, value_dim = answer
+    scale_log2, softcap, slopes = terms
+    unit = scale_log2  # of the scores in the exponent
+    if softcap is not None:
+        unit = softcap * _LOG2E
     HALF_Q: gl.constexpr = q.shape[4]
     TILE_K: gl.constexpr = k.shape[4]
     BLOCK_D: gl.constexpr = k.shape[5]
@@ -257,23 +268,28 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
         output_row = item_field(item, TILE_OUTPUT_ROW) + half * HALF_Q * query_step
         run_start = item_field(item, TILE_RUN_START)
         banded_stop = item_field(item, TILE_BANDED_STOP)
+        run_stop = item_field(item, TILE_RUN_STOP)
         full_blocks = item_field(item, TILE_FULL_BLOCKS)
         start = item_field(item, ITEM_RUN + RUN_COLUMN_START)
         stop = item_field(item, ITEM_RUN + RUN_COLUMN_STOP)
         band = item_field(item, ITEM_RUN + RUN_LOW), item_field(item, ITEM_RUN + RUN_HIGH)
         bits_start = item_field(item, ITEM_RUN + RUN_BITS_START)
+        slope = None
+        if slopes is not None:
+            slope = gl.load(slopes + item_field(item, ITEM_HEAD)) / unit
 
         # The first block starts the pipeline, with the mask even if its run is full: its band then
         # has no bounds. Its run's fields came with the item, without a load from global memory.
         mbarrier.wait(q_ready.index(0), turn & 1)
-        scores = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
+        products = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_start)
-        scores = _mask_out(scores, mask_bits, run, steps, query_start, start, HAS_BITS)
+        place = (load_offset(runs, run_start), steps, query_start, start)
+        scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
-        p, largest, total, decay = _exponentials(scores, largest, total, scale_log2, True)
+        p, largest, total, decay = _exponentials(scores, largest, total, unit, True)
         p = _as_operand(p, out_layout, v.dtype)
         acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
         i += 1
@@ -282,38 +298,41 @@ def _consume(queue, memory, work, answer, steps, HAS_BITS: gl.constexpr, half: g
             if number > run_start:  # the first run continues after its first block
                 start, stop, band, bits_start = load_run(runs, number)
                 first = start
+            offset = load_offset(runs, number)
             for k0 in range(first, stop, TILE_K):
-                # Two products in flight, of which `wait(1)` awaits the older one: the output of the
-                # last block accumulates while the exponentials of this one are computed.
-                pending = _issue_scores(q_half, k, k_ready, i)
-                adding = _issue_output(p, v, v_ready, i - 1, acc)
-                scores = warpgroup_mma_wait(1, [pending])
-                mbarrier.arrive(k_free.index(i % STAGES), count=1)
+                products, adding = _start_block(q_half, memory, i, p, acc)
                 run = (start, stop, band, bits_start)
-                scores = _mask_out(scores, mask_bits, run, steps, query_start, k0, HAS_BITS)
-                p_next, largest, total, decay = _exponentials(
-                    scores, largest, total, scale_log2, True
+                place = (offset, steps, query_start, k0)
+                scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS)
+                p, acc, largest, total = _end_block(
+                    memory, i, scores, largest, total, unit, p, adding, out_layout, True
                 )
-                # `p` too: the product reads its registers until here, so they must not be reused.
-                acc, p = warpgroup_mma_wait(0, [adding, p])
-                mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
-                acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
-                p = _as_operand(p_next, out_layout, v.dtype)
                 i += 1
-        # Full runs need no field of their records here: the producer's order of blocks is enough.
         end = i + full_blocks
         if run_start == banded_stop:  # the first block was a full one
             end -= 1
-        for j in range(i, end):
-            pending = _issue_scores(q_half, k, k_ready, j)
-            adding = _issue_output(p, v, v_ready, j - 1, acc)
-            scores = warpgroup_mma_wait(1, [pending])
-            mbarrier.arrive(k_free.index(j % STAGES), count=1)
-            p_next, largest, total, decay = _exponentials(scores, largest, total, scale_log2, False)
-            acc, p = warpgroup_mma_wait(0, [adding, p])
-            mbarrier.arrive(v_free.index((j - 1) % STAGES), count=1)
-            acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
-            p = _as_operand(p_next, out_layout, v.dtype)
+        if slopes is None:
+            # Full runs need no field of their records: the producer's order of blocks is enough.
+            for j in range(i, end):
+                products, adding = _start_block(q_half, memory, j, p, acc)
+                scores = _cap(products, terms)
+                p, acc, largest, total = _end_block(
+                    memory, j, scores, largest, total, unit, p, adding, out_layout, False
+                )
+        else:
+            for number in range(banded_stop, run_stop):
+                first, stop, _ = load_place(runs, number)
+                offset = load_offset(runs, number)
+                if number == run_start:
+                    first += TILE_K
+                for k0 in range(first, stop, TILE_K):
+                    products, adding = _start_block(q_half, memory, i, p, acc)
+                    place = (offset, steps, query_start, k0)
+                    scores = _add_alibi(_cap(products, terms), slope, place)
+                    p, acc, largest, total = _end_block(
+                        memory, i, scores, largest, total, unit, p, adding, out_layout, False
+                    )
+                    i += 1
         i = end
         # All scores are computed: the producer may load the next tile's queries.
         mbarrier.arrive(q_free.index(0), count=1)
@@ -374,21 +393,89 @@ def _issue_output(p, v, v_ready, i, acc):
 
 
 @gluon.jit
-def _mask_out(scores, mask_bits, run, steps, query_start, key_start, HAS_BITS: gl.constexpr):
-    """Set the scores of pairs that are masked out to -inf."""
-    layout: gl.constexpr = scores.type.layout
+def _start_block(q_half, memory, i, p, acc):
+    """Compute the products of block ``i``, and start to add the output of the block before.
+
+    Two products are in flight, of which ``wait(1)`` awaits the older one: the output of the last
+    block accumulates while the exponentials of this one are computed.
+    """
+    _, k, v, _, _, k_ready, k_free, v_ready, _ = memory
+    pending = _issue_scores(q_half, k, k_ready, i)
+    adding = _issue_output(p, v, v_ready, i - 1, acc)
+    products = warpgroup_mma_wait(1, [pending])
+    mbarrier.arrive(k_free.index(i % k.shape[0]), count=1)
+    return products, adding
+
+
+@gluon.jit
+def _end_block(
+    memory,
+    i,
+    scores,
+    largest,
+    total,
+    unit,
+    p,
+    adding,
+    out_layout: gl.constexpr,
+    MAY_BE_EMPTY: gl.constexpr,
+):
+    """Compute the probabilities of block ``i``, and rescale the output of the blocks before.
+
+    Returns:
+        The probabilities, output, maximum and denominator.
+    """
+    _, _, v, _, _, _, _, _, v_free = memory
+    p_next, largest, total, decay = _exponentials(scores, largest, total, unit, MAY_BE_EMPTY)
+    # `p` too: the product reads its registers until here, so they must not be reused.
+    acc, p = warpgroup_mma_wait(0, [adding, p])
+    mbarrier.arrive(v_free.index((i - 1) % v.shape[0]), count=1)
+    row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
+    acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
+    return _as_operand(p_next, out_layout, v.dtype), acc, largest, total
+
+
+@gluon.jit
+def _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS: gl.constexpr):
+    """Apply the score terms to a block, and set the scores of pairs that are masked out to -inf."""
+    _, softcap, _ = terms
+    _, steps, query_start, key_start = place
+    layout: gl.constexpr = products.type.layout
     live = visible(layout, mask_bits, run, steps, query_start, key_start, HAS_BITS)
+    if softcap is not None:  # NaN of a masked pair would spread
+        products = gl.where(live, products, 0.0)
+    scores = _cap(products, terms)
+    if slope is not None:
+        scores = _add_alibi(scores, slope, place)
     return gl.where(live, scores, float("-inf"))
 
 
 @gluon.jit
-def _exponentials(scores, largest, total, scale_log2, MAY_BE_EMPTY: gl.constexpr):
+def _cap(products, terms):
+    """Apply the soft cap, if any, to products; scores are then in units of the cap."""
+    scale_log2, softcap, _ = terms
+    scores = products
+    if softcap is not None:
+        scores = tanh(products, 2 * scale_log2 / softcap)
+    return scores
+
+
+@gluon.jit
+def _add_alibi(scores, slope, place):
+    """Subtract the distances of positions times ``slope`` from the scores of a block."""
+    offset, steps, query_start, key_start = place
+    layout: gl.constexpr = scores.type.layout
+    return scores - alibi(layout, slope, offset, steps, query_start, key_start)
+
+
+@gluon.jit
+def _exponentials(scores, largest, total, unit, MAY_BE_EMPTY: gl.constexpr):
     """Take one step of the online softmax; see ``_exponentials`` in forward.py."""
-    larger = gl.maximum(largest, gl.max(scores, 1) * scale_log2)
+    larger = gl.maximum(largest, gl.max(scores, 1) * unit)
     shift = larger
     if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
         shift = gl.where(larger == float("-inf"), 0.0, larger)
-    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+    p = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
     decay = gl.exp2(largest - shift)
     return p, larger, total * decay + gl.sum(p, 1), decay
 

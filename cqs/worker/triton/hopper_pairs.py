@@ -1,9 +1,52 @@
-"""Live pairs in the Hopper kernels, in the register layout of the tensor cores' scores."""
+"""Live pairs and score terms in the Hopper kernels, in the register layout of the tensor cores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cqs.worker.triton.fields import NO_BITS
+
+LARGEST_SOFTCAP = 256
+"""Largest soft cap that the kernels support: :func:`tanh` has an absolute error of 8e-7, which is
+then at most 2e-4 in a score, less than the rounding of float16 (5e-4)."""
+_LOG2E = gl.constexpr(1.4426950408889634)
+_TANH = gl.constexpr(
+    """
+{
+.reg .f32 e, a<8>, p<4>, r<4>;
+"""
+    + "".join(
+        f"""
+min.NaN.f32 e, ${8 + i}, 0f41F80000;
+ex2.approx.ftz.f32 e, e;
+add.f32 a{i}, e, 0f3F800000;
+"""
+        for i in range(8)
+    )
+    + "".join(
+        f"""
+mul.f32 p0, a{a}, a{b};
+mul.f32 p1, a{c}, a{d};
+mul.f32 r0, p0, p1;
+rcp.approx.ftz.f32 r0, r0;
+mul.f32 r1, r0, p0;
+mul.f32 r0, r0, p1;
+mul.f32 r2, r0, a{b};
+mul.f32 r0, r0, a{a};
+mul.f32 r3, r1, a{d};
+mul.f32 r1, r1, a{c};
+fma.rn.f32 ${a}, r2, 0fC0000000, 0f3F800000;
+fma.rn.f32 ${b}, r0, 0fC0000000, 0f3F800000;
+fma.rn.f32 ${c}, r3, 0fC0000000, 0f3F800000;
+fma.rn.f32 ${d}, r1, 0fC0000000, 0f3F800000;
+"""
+        for a, b, c, d in ((0, 1, 4, 5), (2, 3, 6, 7))
+    )
+    + "}"
+)
+"""``1 - 2 / (1 + 2**x)`` of 8 adjacent elements of a thread. In the accumulator layout elements 0,
+1, 4 and 5 are of one row, and the others of another. Four of a row share a reciprocal:
+``1 / a = bcd / abcd``. The exponents are at most 31, where the result rounds to 1, so that no
+product overflows. NaN spreads to the row, which its softmax would do anyway."""
 
 
 @gluon.jit
@@ -73,3 +116,62 @@ def _are_set(layout: gl.constexpr, place, exist, first_bit):
     of_pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(of_pair, 0), 1), 2)
     found = tile + (integers >> (first_bit + pair * 2 + of_pair) & 1)
     return gl.convert_layout(found.reshape([ROWS, COLUMNS]), layout) != 0
+
+
+@gluon.jit
+def tanh(products, factor):
+    """Return the hyperbolic tangent of products, with an absolute error of 8e-7 (mean 1.2e-7).
+
+    A multiprocessor computes 16 special functions per clock, so that one for each pair takes as
+    long as a product of heads of 64 on the tensor cores. By sharing reciprocals, the hyperbolic
+    tangent of a pair takes 1.25 of them, in addition to the exponential of the softmax.
+
+    Args:
+        products: float32 in the tensor cores' accumulator layout. NaN of a pair that is masked out
+            must have been replaced before.
+        factor: Factor on the products, times 2 / ln 2.
+    """
+    return gl.inline_asm_elementwise(
+        _TANH,
+        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
+        [products * factor],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=8,
+    )
+
+
+@gluon.jit
+def alibi(layout: gl.constexpr, slope, offset, steps, row_start, column_start):
+    """Return ``slope`` times the distance of the positions of pairs, float32 ``[64, columns]``.
+
+    Args:
+        layout: Layout of the scores, that of the tensor cores' accumulator ``[64, columns]``.
+        slope: Factor on the distances; positive or negative.
+        offset: See ``RUN_OFFSET``.
+        steps: Tokens between two rows, and between two columns.
+        row_start: First row, as a row number within its residue.
+        column_start: First column, as a column number within its residue.
+    """
+    ROWS: gl.constexpr = layout.warps_per_cta[0] * layout.instr_shape[0]
+    COLUMNS: gl.constexpr = layout.instr_shape[1]
+    row_step, column_step = steps
+    # Column c = pair * 8 + quarter * 2 + of_pair. Only the quarter depends on the thread: others
+    # are constants of a thread's registers, and each element takes one instruction.
+    tile = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout).reshape([ROWS, COLUMNS // 8, 4, 2])
+    whole: gl.constexpr = tile.type.layout
+    row_and_quarter: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, whole))
+    row = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, row_and_quarter))
+    quarter = column_start + 2 * gl.arange(0, 4, gl.SliceLayout(0, row_and_quarter))
+    place = gl.expand_dims(row * row_step + offset, 1) - gl.expand_dims(quarter * column_step, 0)
+    place = place.to(gl.float32) * slope
+    pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, whole)))
+    pair = 8 * gl.arange(0, COLUMNS // 8, pair_layout)
+    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 2), 3)
+    of_pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
+    of_pair = gl.arange(0, 2, of_pair_layout)
+    of_pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(of_pair, 0), 1), 2)
+    column = (pair + of_pair).to(gl.float32) + tile
+    place = gl.expand_dims(gl.expand_dims(place, 1), 3) + tile
+    found = gl.fma(column, tile - column_step * slope, place)
+    return gl.convert_layout(gl.abs(found.reshape([ROWS, COLUMNS])), layout)

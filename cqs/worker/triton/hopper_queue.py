@@ -26,13 +26,14 @@ from cqs.worker.triton.fields import (
     RUN_FIELDS,
     RUN_HIGH,
     RUN_LOW,
+    RUN_OFFSET,
     RUN_RESIDUE,
     TILE_FIELDS,
     TILE_RUN_START,
 )
 
 # An item's record: the fields of its tile, then the fields of the tile's first run. The index and
-# the head take the place of the last two fields of the run, which are not used.
+# the head take the place of the last two fields of the run: its offset is loaded from the run.
 ITEM_RUN = TILE_FIELDS
 """First field of the first run's record."""
 ITEM_INDEX = gl.constexpr(14)
@@ -160,6 +161,12 @@ def load_place(runs, index):
     run = runs + index * RUN_FIELDS
     start, stop = gl.load(run + RUN_COLUMN_START), gl.load(run + RUN_COLUMN_STOP)
     return start, stop, gl.load(run + RUN_RESIDUE)
+
+
+@gluon.jit
+def load_offset(runs, index):
+    """Return the offset of a run, see ``RUN_OFFSET``."""
+    return gl.load(runs + index * RUN_FIELDS + RUN_OFFSET)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from cqs.worker.triton.counters import new_counter
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
+from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
@@ -46,6 +47,9 @@ _POLLS_PER_BLOCK = 1 / 8
 
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
+
+_MIN_ALIBI_SCALE = 2.0**-40
+"""Smallest factor on the scores with which the Hopper kernels compute ALiBi."""
 
 
 def attend_block_rows(
@@ -191,17 +195,21 @@ class _Tiles(NamedTuple):
     options: dict[str, int]
 
 
-# By backward pass, float32, and a dim beyond 128. Larger dims and float32 have smaller tiles,
-# because tiles and blocks must fit shared memory.
+# By backward pass, float32, and dims up to 128, 256 or 512. Larger dims and float32 have smaller
+# tiles, because tiles and blocks must fit shared memory.
 _PLAIN_TILES = {
-    (False, False, False): (128, 128, 8, 2),
-    (False, False, True): (128, 64, 8, 2),
-    (False, True, False): (64, 64, 4, 2),
-    (False, True, True): (64, 32, 4, 2),
-    (True, False, False): (128, 64, 8, 2),
-    (True, False, True): (64, 64, 8, 1),
-    (True, True, False): (64, 32, 4, 1),
-    (True, True, True): (32, 32, 4, 1),
+    (False, False, 128): (128, 128, 8, 2),
+    (False, False, 256): (128, 64, 8, 2),
+    (False, False, 512): (64, 32, 8, 1),
+    (False, True, 128): (64, 64, 4, 2),
+    (False, True, 256): (64, 32, 4, 2),
+    (False, True, 512): (32, 16, 8, 1),
+    (True, False, 128): (128, 64, 8, 2),
+    (True, False, 256): (64, 64, 8, 1),
+    (True, False, 512): (32, 32, 8, 1),
+    (True, True, 128): (64, 32, 4, 1),
+    (True, True, 256): (32, 32, 4, 1),
+    (True, True, 512): (16, 16, 8, 1),
 }
 """Rows of a tile, columns of a block, warps and stages of the plain kernels."""
 
@@ -209,14 +217,14 @@ _PLAIN_TILES = {
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
     query, value = operands.query, operands.value
     head_dim = query.shape[-1]
-    if _is_for_hopper(query, value) and operands.dropout is None:
+    if _is_for_hopper(query, value) and _hopper_kernels_support(operands):
         if is_backward:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
         return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
-    is_wide = max(head_dim, value.shape[-1]) > 128
+    width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
     rows, block, num_warps, num_stages = _PLAIN_TILES[
-        is_backward, query.dtype == torch.float32, is_wide
+        is_backward, query.dtype == torch.float32, width
     ]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
 
@@ -260,6 +268,18 @@ def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
         and query.shape[-1] <= 128
         and value.shape[-1] <= 128
     )
+
+
+def _hopper_kernels_support(operands: TaskOperands) -> bool:
+    """Return whether the Hopper kernels support the options; otherwise the plain kernels do."""
+    terms = operands.terms
+    if operands.dropout is not None or (terms is not None and terms.bias is not None):
+        return False
+    if terms is None:
+        return True
+    # The slopes of ALiBi are divided by the scale.
+    is_scaled = terms.terms.alibi_slopes is None or abs(operands.scale) >= _MIN_ALIBI_SCALE
+    return is_scaled and terms.terms.softcap <= LARGEST_SOFTCAP
 
 
 class _Lists(NamedTuple):
@@ -350,9 +370,12 @@ def _launch(
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
-    query, key, value, _, _, dropout, dropout_bits, _ = operands
+    query, key, value, _, _, dropout, dropout_bits, terms = operands
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
-    all_tensors = *described, *tensors
+    softcap = terms.terms.softcap or None if terms else None
+    slopes, bias = _term_tensors(operands)
+    of_terms = [each for each in (slopes, bias) if each is not None]
+    all_tensors = *described, *tensors, *of_terms
     if tiles.on_hopper:
         all_tensors = *all_tensors, new_counter(query.device)
 
@@ -368,6 +391,9 @@ def _launch(
         if grad_output is not None:
             descriptors.append(_describe(others[0], *of_queries, tiles))
             others = others[1:]
+        written, added = others[: len(tensors)], list(others[len(tensors) :])
+        of_slopes = None if slopes is None else added.pop(0)
+        of_bias = None if bias is None else added.pop(0)
         num_tiles, num_heads = (
             len(lists.tiles),
             math.prod((key if tiles_are_keys else query).shape[:2]),
@@ -375,18 +401,20 @@ def _launch(
         num_items = num_tiles * num_heads
         constants: dict[str, Any] = {
             "GROUP_SIZE": query.shape[1] // key.shape[1],
+            "softcap": softcap,
             **tiles.options,
             **options,
         }
         if tiles.on_hopper:
-            *written, counter = others
+            (counter,) = added
             grid = _persistent(num_items, query.device)
             counts = num_tiles, lists.num_long(num_heads, *grid), num_items
             bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
             constants |= {"HAS_BITS": lists.mask_bits is not None, "num_warps": 4}
-            positional = *descriptors, *written, lists.tiles, lists.runs, bits, counter
+            positional = *descriptors, *written, lists.tiles, lists.runs, bits, of_slopes, counter
             return grid, (*positional, *counts, *numbers), constants
         constants |= {
+            "bias_strides": None if of_bias is None else of_bias.stride(),
             "drop_below": 0 if dropout is None else dropout.threshold,
             "keep_scale": 1.0 if dropout is None else dropout.scale,
             "TILE_Q": of_queries[1],
@@ -395,13 +423,28 @@ def _launch(
             "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
         }
-        positional = *descriptors, *others, lists.tiles, lists.runs, lists.mask_bits, dropout_bits
-        return (num_items,), (*positional, num_tiles, *numbers), constants
+        masks = lists.mask_bits, dropout_bits, of_slopes, of_bias
+        positional = *descriptors, *written, lists.tiles, lists.runs, *masks, num_tiles
+        return (num_items,), (*positional, *numbers), constants
 
     of_lists = lists.tiles, lists.runs
     kept = of_lists if lists.mask_bits is None else (*of_lists, lists.mask_bits)
-    signature = dropout, tiles_are_keys, numbers, *options.values()
+    signature = dropout, softcap, tiles_are_keys, numbers, *options.values()
     kernels[tiles.on_hopper].launch(all_tensors, make, key=signature, kept=kept)
+
+
+def _term_tensors(operands: TaskOperands) -> tuple[Tensor | None, Tensor | None]:
+    """Return slopes divided by ln 2, ``[batch, num_heads]``, and the bias of all pairs, or None."""
+    query, key, _, work, _, _, _, terms = operands
+    if terms is None:
+        return None, None
+    slopes, bias = terms.terms.alibi_slopes, terms.bias
+    if slopes is not None:
+        assert work.positions is not None
+        slopes = (slopes / math.log(2)).expand(query.shape[:2]).contiguous()
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    return slopes, bias
 
 
 def _describe(tensor: Tensor, step: int, rows: int, tiles: _Tiles) -> Any:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cqs.patterns.views import View
-from cqs.worker.work import Work
+from cqs.worker.work import BlockRow, Work
 
 FAR = 2**30
 """Bound on the distance of a band that excludes no pair: greater than every distance."""
@@ -64,8 +64,11 @@ The bit of row i and the c-th column of the run is bit ``c // 8 * 2 + c % 2`` of
 pairs 8 apart, so that one integer has all bits of a thread's columns in one row."""
 RUN_RESIDUE = 5
 """Residue of the columns."""
+RUN_OFFSET = 6
+"""Number to be added to ``row_step * i - column_step * j`` for the distance of the positions of row
+i and column j; 0 if no score depends on positions."""
 RUN_FIELDS = 8
-"""Number of fields of a run's record; the last two are zero."""
+"""Number of fields of a run's record; the last is zero."""
 
 NO_BITS = -(2**31)
 """Value of ``RUN_BITS_START`` for a run without mask bits: no valid index is so small."""
@@ -83,6 +86,8 @@ class Band(NamedTuple):
     bits_start: int = NO_BITS
     """See ``RUN_BITS_START``."""
     residue: int = 0
+    offset: int = 0
+    """See ``RUN_OFFSET``."""
 
 
 class Span(NamedTuple):
@@ -133,18 +138,25 @@ def query_launches(work: Work, *, packed: bool) -> list[Launch]:
             it has one row for each query of the tensors, with the keys of all block rows.
     """
     if not packed:
-        return _launches([(0, [view for block_row in work.block_rows for view in block_row.views])])
+        return _launches([(0, list(_views(work, work.block_rows)))])
     ends = np.cumsum([0, *(len(block_row.queries) for block_row in work.block_rows)]).tolist()
     return _launches(
-        (end - block_row.queries.start, block_row.views)
+        (end - block_row.queries.start, _views(work, [block_row]))
         for end, block_row in zip(ends, work.block_rows, strict=False)
     )
 
 
 def key_launches(work: Work) -> list[Launch]:
     """Return the launches whose tiles are of keys, each with the queries of all block rows."""
-    views = (_transposed(view) for block_row in work.block_rows for view in block_row.views)
-    return _launches([(0, list(views))])
+    views = [(_transposed(view), -offset) for view, offset in _views(work, work.block_rows)]
+    return _launches([(0, views)])
+
+
+def _views(work: Work, block_rows: Iterable[BlockRow]) -> Iterator[tuple[View, int]]:
+    """Yield the views of block rows, each with its offset."""
+    for block_row in block_rows:
+        for view in block_row.views:
+            yield view, work.offset(view)
 
 
 def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
@@ -176,7 +188,7 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
 
     bands = np.array([band for span in spans for band in span.bands])
     tile = np.repeat(np.arange(len(span)), bands_of_tile)
-    start, stop, low, high, bits_start, residue = bands[
+    start, stop, low, high, bits_start, residue, offset = bands[
         first_bands[span][tile] + _count_within(bands_of_tile)
     ].T
     # Columns that some row of the tile meets are live; those that every row meets are full.
@@ -195,9 +207,9 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
         [
             np.stack(np.broadcast_arrays(*columns), axis=1)
             for columns in (
-                (tile, 0, live_start, full_start, low, high, bits_start, residue),
-                (tile, 0, full_stop, live_stop, low, high, bits_start, residue),
-                (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, residue),
+                (tile, 0, live_start, full_start, low, high, bits_start, residue, offset),
+                (tile, 0, full_stop, live_stop, low, high, bits_start, residue, offset),
+                (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, residue, offset),
             )
         ]
     )
@@ -221,26 +233,29 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     # The longest tiles come first: one that started last would run alone at the end of the launch.
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
-    written = RUN_COLUMN_START, RUN_COLUMN_STOP, RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE
-    runs[:, written] = run[:, 2:]
+    of_columns = RUN_COLUMN_START, RUN_COLUMN_STOP
+    of_pairs = RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE, RUN_OFFSET
+    runs[:, of_columns + of_pairs] = run[:, 2:]
     return TileList(found[order], runs, blocks[order].astype(np.int64))
 
 
-def _launches(groups: Iterable[tuple[int, Iterable[View]]]) -> list[Launch]:
+def _launches(groups: Iterable[tuple[int, Iterable[tuple[View, int]]]]) -> list[Launch]:
     """Return one launch for each pair of steps of the views.
 
     Args:
-        groups: Pairs of a shift and views. The shift is added to a row to get the row of the
-            output. A row of a group meets the columns of all views of the group that contain it.
+        groups: Pairs of a shift and views, each with its offset. The shift is added to a row to
+            get the row of the output. A row of a group meets the columns of all views of the group
+            that contain it.
     """
     spans: defaultdict[Steps, list[Span]] = defaultdict(list)
     mask_bits: defaultdict[Steps, _MaskBits] = defaultdict(_MaskBits)
     for shift, views in groups:
         residues: defaultdict[tuple[Steps, int], list[tuple[range, Band]]] = defaultdict(list)
-        for view in views:
+        for view, offset in views:
             steps = Steps(view.queries.step, view.keys.step)
             rows, residue = _in_residue(view.queries)
-            residues[steps, residue] += ((rows, band) for band in _bands(view, mask_bits[steps]))
+            bands = _bands(view, offset, mask_bits[steps])
+            residues[steps, residue] += ((rows, band) for band in bands)
         for (steps, residue), found in residues.items():
             spans[steps] += (Span(*each, residue, shift) for each in _unite(found))
     return [Launch(steps, spans[steps], mask_bits[steps].joined()) for steps in sorted(spans)]
@@ -282,15 +297,16 @@ def _in_residue(tokens: range) -> tuple[range, int]:
     return range(first, first + len(tokens)), residue
 
 
-def _bands(view: View, mask_bits: _MaskBits) -> Iterator[Band]:
+def _bands(view: View, offset: int, mask_bits: _MaskBits) -> Iterator[Band]:
     """Yield the bands that the rows of a view meet; its mask is appended to ``mask_bits``."""
     columns, residue = _in_residue(view.keys)
     rows, row_residue = _in_residue(view.queries)
     low, high = (
         max(-FAR, min(bound - residue + row_residue, FAR)) for bound in (view.low, view.high)
     )
+    offset += row_residue - residue
     if view.bits is None:
-        yield Band(columns.start, columns.stop, low, high, residue=residue)
+        yield Band(columns.start, columns.stop, low, high, residue=residue, offset=offset)
         return
     mask = np.unpackbits(view.bits, axis=-1, count=len(columns))
     for first in range(0, len(columns), _BITS_COLUMNS):
@@ -298,7 +314,7 @@ def _bands(view: View, mask_bits: _MaskBits) -> Iterator[Band]:
         if part.any():
             start = columns.start + first
             bits_start = mask_bits.add(part) - 4 * rows.start
-            yield Band(start, start + part.shape[1], low, high, bits_start, residue)
+            yield Band(start, start + part.shape[1], low, high, bits_start, residue, offset)
 
 
 def _transposed(view: View) -> View:
