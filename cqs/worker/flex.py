@@ -75,7 +75,7 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
     terms, bias = pairs.terms, pairs.bias
     kind = (
         getattr(terms.score_mod, "__code__", terms.score_mod),
-        terms.softcap,
+        bool(terms.softcap),
         None if terms.alibi_slopes is None else terms.alibi_slopes.shape[0],
         None if bias is None else tuple(size != 1 for size in bias.shape),
         operands.is_causal,
@@ -86,8 +86,8 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
         query,
         key,
         value,
-        score_mod=_score_mod_of(pairs, operands.is_causal),
-        scale=operands.scale,
+        score_mod=_score_mod_of(pairs, operands),
+        scale=1.0,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
@@ -110,21 +110,27 @@ def _compile(kind: Hashable) -> Callable[..., Any]:
     return found
 
 
-def _score_mod_of(pairs: PairTerms, is_causal: bool) -> Callable[..., Tensor]:
-    """Return the score function of a call's row numbers, with all terms and the causal mask."""
+def _score_mod_of(pairs: PairTerms, operands: Operands) -> Callable[..., Tensor]:
+    """Return the score function of a call's row numbers, with all terms and the causal mask.
+
+    It reads scale and soft cap from tensors: PyTorch does not compile it for another number.
+    """
     terms, score_mod = pairs.terms, pairs.terms.score_mod
     assert pairs.positions is not None and score_mod is not None
     queries, keys = pairs.positions
     shifted = queries + terms.distance
-    softcap, slopes = terms.softcap, terms.alibi_slopes
+    is_causal, slopes = operands.is_causal, terms.alibi_slopes
+    scale, cap = queries.new_tensor([operands.scale, terms.softcap], dtype=torch.float32)
+    is_capped = bool(terms.softcap)
     first_batch, first_head = terms.first_batch, terms.first_head
     has_dim = [] if pairs.bias is None else [size != 1 for size in pairs.bias.shape]
     bias = None if pairs.bias is None else pairs.bias.squeeze()
     one_batch = slopes is None or slopes.shape[0] == 1
 
     def function(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
+        score = scale * score
+        if is_capped:
+            score = cap * torch.tanh(score / cap)
         if slopes is not None:
             slope = slopes[0, head] if one_batch else slopes[batch, head]
             score = score - slope * (shifted[row] - keys[column]).abs()
