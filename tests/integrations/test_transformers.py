@@ -133,7 +133,7 @@ def tiny_config(family):
     return getattr(transformers, f"{family}Config")(**options)
 
 
-@pytest.mark.parametrize("family", ["Bloom", "MegatronBert"])
+@pytest.mark.parametrize("family", ["RoFormer", "MegatronBert"])
 def test_a_model_that_has_its_own_attention_keeps_it(family):
     """Transformers itself logs a warning."""
     config = tiny_config(family)
@@ -334,7 +334,7 @@ def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError
 
 
 def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
-    for name in ("position_bias", "sinks", "head_mask", "cache", "indices"):
+    for name in ("sinks", "head_mask", "cache", "block_indices"):
         refuse(f"{name} is not supported", **{name: 1.0})
     refuse("output_attentions is not supported", output_attentions=True)
     refuse("sliding_window must be None .* got 3", sliding_window=3)
@@ -343,10 +343,71 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
         r"attention_mask must be \[batch, heads, seqlen_q, seqlen_kv\], got \[1, 6\]",
         torch.ones(1, 6),
     )
-    refuse("mask must be .*, got 0.5", torch.full((1, 1, 6, 6), 0.5), error=ValueError)
+    refuse("scores.bias must be", position_bias=torch.zeros(1, 2, 6, 5), error=ValueError)
     refuse(r"scores.sinks must be \[num_heads\]", s_aux=torch.zeros(3), error=ValueError)
     register("cqs-by-cpu", backend="cpu")
     refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_a_float_mask_may_bias_scores(has_padding):
+    """Of a user or a model, with gradients; masked pairs and other values in one tensor."""
+    query, key = (torch.randn(2, 2, 6, 8, dtype=torch.float64) for _ in range(2))
+    added = torch.randn(2, 2, 6, 6, dtype=torch.float64)
+    if has_padding:
+        added[0, :, :, :2] = torch.finfo(torch.float64).min
+        added[1, :, :, 4:] = -torch.inf
+    attend, found = AttentionInterface()["cqs-of-5"], []
+    for mask in (added.clone().requires_grad_(), added.clone().requires_grad_()):
+        if not found:
+            weights = (query @ key.mT / 8**0.5 + mask).softmax(-1)
+            output = (weights @ key).transpose(1, 2)
+        else:
+            output, _ = attend(Layer(), query, key, key, mask)
+        output.square().sum().backward()
+        found.append((output.detach(), mask.grad))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    zeros = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
+    attend(Layer(), query, key, key, zeros)[0].square().sum().backward()
+    assert zeros.grad.abs().max() > 1e-3, "a learned bias may begin as zeros"
+
+
+def test_bias_of_a_layer_and_mask_are_added():
+    query = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    bias, added = torch.randn(2, 1, 2, 6, 6, dtype=torch.float64)
+    attend, options = AttentionInterface()["cqs-of-5"], {"position_bias": bias}
+    found, _ = attend(Layer(), query, query, query, added, **options)
+    weights = (query @ query.mT / 8**0.5 + bias + added).softmax(-1)
+    torch.testing.assert_close(found, (weights @ query).transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_indices_are_the_keys_that_a_query_sees():
+    """As the layers of DeepSeek V3.2 pass them; -1 is no key."""
+    query = torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    indices = torch.tensor([[0, 1, -1]] * 6 + [[5, 2, 0]] * 6).view(2, 6, 3).int()
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    visible = torch.zeros(2, 6, 6, dtype=torch.bool)
+    for batch in range(2):
+        for row in range(6):
+            visible[batch, row, [each for each in indices[batch, row].tolist() if each >= 0]] = True
+    attend = AttentionInterface()["cqs-of-5"]
+    found, _ = attend(Layer(), query, query, query, mask, indices=indices)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, query, query, mask & visible[:, None]
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_attention_weights_come_from_the_eager_attention():
+    attend, layer = AttentionInterface()["cqs"], make_model("Llama").model.layers[0].self_attn
+    query, mask = torch.randn(1, 4, 6, 8), torch.ones(1, 1, 6, 6).tril().bool()
+    with pytest.warns(UserWarning, match="eager attention computes the layers"):
+        output, weights = attend(layer, query, query, query, mask, 0.0, 0.3, output_attentions=True)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 6))
+    exact = (0.3 * query @ query.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights, exact)
+    torch.testing.assert_close(output, (exact @ query).transpose(1, 2))
 
 
 @pytest.mark.parametrize("kind", BATCHES)
