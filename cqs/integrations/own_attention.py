@@ -5,9 +5,12 @@ of their model names it. Masks, biases and projections are those of their own co
 run their own code. Some models find the class of their layers by the name, and need an entry.
 """
 
+import re
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +65,39 @@ def register(name: str, attend: Callable[..., Any]) -> None:
         except (ImportError, AttributeError):  # another version of transformers
             continue
         found[name] = found["eager"]
+
+
+def with_eager_masks(
+    make: Callable[..., Tensor], make_eager: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return a mask function that gives models with attention of their own the masks of "eager".
+
+    Their code may convert a mask to numbers, so that a boolean one would mask nothing out.
+    """
+
+    def mask(**options: Any) -> Tensor:
+        is_own = "config" in options and _is_own(type(options["config"]).__module__)
+        return make_eager(**options) if is_own else make(**options)
+
+    return mask
+
+
+@cache
+def _is_own(module: str) -> bool:
+    """Return whether no layer in the package of a configuration uses the interface.
+
+    As transformers itself decides it, by the text of the package's modules.
+    """
+    path = getattr(sys.modules[module], "__file__", None)
+    if path is None or module.split(".")[-2] in ("bloom", "falcon", "mpt"):
+        return False
+    code = "".join(each.read_text("utf-8") for each in Path(path).parent.glob("modeling_*.py"))
+    has_layer = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
+    return has_layer is not None and "ALL_ATTENTION_FUNCTIONS" not in code
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _asking(own: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def register(
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+        from transformers.masking_utils import eager_mask, sdpa_mask
     except ImportError as error:
         message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
         raise ImportError(message) from error
@@ -107,8 +107,11 @@ def register(
     )
     if group is not None or executor not in (None, "local"):
         attend, mask = uncompiled(attend), uncompiled(implementation.mask)
+    make_mask: Callable[..., Tensor] = mask
+    if group is None:
+        make_mask = own_attention.with_eager_masks(mask, eager_mask)
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, make_mask)
     own_attention.register(name, attend)
 
 

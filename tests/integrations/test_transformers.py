@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import shards
@@ -13,6 +14,7 @@ from tiny_models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_atte
 from transformers import AttentionInterface, masking_utils
 
 import cqs
+from cqs.integrations import own_attention
 from cqs.integrations.masks import Stacked, by_batch
 from cqs.integrations.transformers import register
 
@@ -133,9 +135,9 @@ def tiny_config(family):
     return getattr(transformers, f"{family}Config")(**options)
 
 
-@pytest.mark.parametrize("family", ["RoFormer", "MegatronBert"])
+@pytest.mark.parametrize("family", ["RoFormer", "MegatronBert", "Canine"])
 def test_a_model_that_has_its_own_attention_keeps_it(family):
-    """Transformers itself logs a warning."""
+    """With masks of eager attention, which Canine converts to numbers; transformers warns."""
     config = tiny_config(family)
     model = getattr(transformers, f"{family}Model")(config)
     model.set_attn_implementation("cqs")
@@ -143,8 +145,43 @@ def test_a_model_that_has_its_own_attention_keeps_it(family):
     config._attn_implementation = "cqs"
     own = type(model)(config)
     own.load_state_dict(model.state_dict())
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(own.eval()(tokens)[0], model.eval()(tokens)[0])
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]] * 2)
+    batch = {"input_ids": tokens, "attention_mask": (tokens < 7) | torch.tensor([[1], [0]]).bool()}
+    assert torch.equal(own.eval()(**batch)[0], model.eval()(**batch)[0])
+
+
+def test_a_model_that_looks_up_its_layers_by_the_attention_keeps_it():
+    options = {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "vocab_size": 9}
+    config = transformers.GPTJConfig(**options, bos_token_id=1, eos_token_id=2)
+    config._attn_implementation = "cqs"
+    model, tokens = transformers.GPTJModel(config).eval(), torch.tensor([[1, 2, 3]])
+    found = model(tokens)[0]
+    model.config._attn_implementation = "eager"
+    assert torch.equal(found, model(tokens)[0])
+
+
+ALIBI = {
+    "Bloom": {"n_layer": 2, "n_head": 4},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "Falcon": {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
+@pytest.mark.parametrize("family", ALIBI)
+def test_layers_with_alibi_match(family, kind):
+    """In float32, as their own softmax. Falcon's eager attention adds ALiBi twice, sdpa once."""
+    options = {"vocab_size": 99, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**options | ALIBI[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    batch = BATCHES[kind]()
+    reference = "sdpa" if family == "Falcon" else "eager"
+    expected = passes(with_attention(model, reference), **batch)
+    spy = mock.Mock(side_effect=AttentionInterface()["cqs-of-5"])
+    with mock.patch.dict(own_attention._attend_of, {"cqs-of-5": spy}):
+        found = passes(with_attention(model, "cqs-of-5"), **batch)
+    assert_alike(found, expected, 1e-5)
+    assert spy.call_count == 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
