@@ -76,7 +76,7 @@ def with_eager_masks(
     """
 
     def mask(**options: Any) -> Tensor:
-        is_own = "config" in options and _is_own(type(options["config"]).__module__)
+        is_own = "config" in options and _is_package_own(type(options["config"]).__module__)
         return make_eager(**options) if is_own else make(**options)
 
     return mask
@@ -96,8 +96,12 @@ def _is_own(module: str) -> bool:
     return has_layer is not None and "ALL_ATTENTION_FUNCTIONS" not in code
 
 
+def _is_package_own(module: str) -> bool:
+    return _is_own(module)
+
+
 # As torch.compiler.assume_constant_result does, which imports the compiler.
-_is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_package_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _asking(own: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

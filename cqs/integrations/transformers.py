@@ -1,5 +1,6 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -208,6 +209,8 @@ class _Implementation:
             if asked.get(name) is not None and asked[name] is not False:
                 raise NotImplementedError(f"{name} is not supported")
         bias: Tensor | None = None
+        if is_causal is False and attention_mask is not None and _sets_is_causal(type(module)):
+            is_causal = None
         in_graph = _graph_mask_of(attention_mask)
         if in_graph and attention_mask is not None and attention_mask.shape[2:] == lengths:
             pattern = in_graph.pattern
@@ -372,6 +375,16 @@ def _graph_mask_of(attention_mask: Tensor | None) -> GraphMask | None:
         source = attention_mask.source
         return source.in_graph if source.dense is None else None
     return graph_masks.pattern_of(attention_mask)
+
+
+def _sets_is_causal(layer: Any) -> bool:
+    """Return whether a layer computes ``is_causal``, False if it has a mask, as Moonshine's."""
+    code = inspect.unwrap(layer.forward).__code__
+    return "is_causal" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_sets_is_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:

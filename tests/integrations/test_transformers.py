@@ -274,6 +274,17 @@ def test_a_decoder_may_be_asked_to_look_both_ways():
     assert_differs(expected, passes(model, **BATCHES["whole"]()))
 
 
+def test_a_layer_that_sets_is_causal_by_its_mask_stays_causal():
+    options = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 99}
+    options |= {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    options |= {f"{part}_num_attention_heads": 2 for part in ("encoder", "decoder")}
+    model = transformers.MoonshineModel(transformers.MoonshineConfig(**options)).double().eval()
+    sound = torch.randn(2, 2000, generator=torch.manual_seed(1)).double()
+    batch = {"input_values": sound, "decoder_input_ids": tiny_models.token_ids(2, 9)}
+    expected, found = (with_attention(model, name)(**batch)[0] for name in ("eager", "cqs"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def test_lengths_of_packed_sequences_are_honoured():
     """Also where a cache keeps transformers from looking at the positions."""
     model = make_model("Mistral")
