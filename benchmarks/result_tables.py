@@ -576,6 +576,41 @@ def judged() -> str:
     return to_markdown(header, [*table, ["total", "", *totals, ""]], num_labels=2)
 
 
+def transformer_outcomes() -> str:
+    """Numbers of families of transformers by outcome."""
+    rows = rows_of("transformers-families")
+    meanings = {
+        "computed": "outputs and gradients are those of eager attention",
+        "refused": "an error names the layer and the reason",
+        "own attention": "no layer uses the `AttentionInterface`; results do not change",
+        "no attention": "the models have no attention",
+        "not made": "no tiny model was made, for lack of a package or an input",
+        "fails": "another error",
+        "differs": "other results",
+    }
+    table = [
+        [outcome, meaning, len(find_rows(rows, outcome=outcome))]
+        for outcome, meaning in meanings.items()
+    ]
+    header = ["outcome", "meaning", "families"]
+    return to_markdown(header, [*table, ["total", "", len(rows)]], num_labels=2)
+
+
+def transformer_families() -> str:
+    """Families of transformers by outcome and feature or reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows_of("transformers-families"):
+        outcome, details = row["outcome"], row.get("features") or [""]
+        if outcome in ("refused", "fails", "differs"):
+            details = [row["reason"].replace("|", "\\|")]
+        for detail in details:
+            groups.setdefault((outcome, detail), []).append(row["family"])
+    order = ["computed", "refused", "fails", "differs", "own attention", "no attention", "not made"]
+    found = sorted(groups, key=lambda each: (order.index(each[0]), each[1] == "", each[1]))
+    table = [[*key, ", ".join(groups[key])] for key in found]
+    return to_markdown(["outcome", "feature or reason", "families"], table, num_labels=3)
+
+
 def _tokens_of(case: str) -> int:
     return int(case.split("-")[1])
 
@@ -642,5 +677,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded": sharded,
     "recovery": recovery,
     "judged": judged,
+    "transformer-families": transformer_families,
+    "transformer-outcomes": transformer_outcomes,
 }
 """Name of a table in a page -> function that returns its Markdown."""

@@ -120,6 +120,23 @@ def _(*_: Any) -> Tensor:
     return torch.empty(1, dtype=torch.float64, device="cpu")
 
 
+def unstacked(pattern: Pattern) -> Pattern:
+    """Return the pattern of batch elements in place of that of the batch as one sequence."""
+    if isinstance(pattern, InGraph):
+        return _of_handle(torch.ops.cqs.unstacked(handle_of(pattern)))
+    return masks.by_batch(pattern.rows) if isinstance(pattern, masks.Stacked) else pattern
+
+
+@torch.library.custom_op("cqs::unstacked", mutates_args=(), tags=HOST_TAGS)
+def _unstack(pattern: Tensor) -> Tensor:
+    return new_handle_tensor(unstacked(read_pattern(pattern)))
+
+
+@_unstack.register_fake
+def _(_: Tensor) -> Tensor:
+    return torch.empty(1, dtype=torch.float64, device="cpu")
+
+
 def pattern_of(attention_mask: Tensor | None) -> GraphMask | None:
     """Return the pattern of a mask that this graph has made, unless an operation changed it."""
     found: GraphMask | None = getattr(attention_mask, "cqs", None)

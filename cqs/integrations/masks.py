@@ -9,6 +9,7 @@ from operator import and_
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from cqs.patterns import (
     per_head,
     sliding_window,
 )
-from cqs.patterns.masks import as_array
+from cqs.patterns.masks import MASKED_OUT, as_array
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.positions import bind_pieces
@@ -149,8 +150,11 @@ def by_batch(rows: Sequence[Pattern]) -> Pattern:
     return rows[0] if len(set(rows)) == 1 else per_head([[row] for row in rows])
 
 
-def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
-    """Return the pattern of a boolean or additive mask.
+def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Tensor | None]:
+    """Return the pattern of a boolean or additive mask, and its bias, ``None`` without one.
+
+    A mask that is added to the scores masks pairs out and biases others. It has a bias if it
+    requires gradients or has values other than 0 and at most -10,000.
 
     Args:
         mask: ``[batch, heads, seqlen_q, seqlen_kv]``; a dimension of 1 applies to all.
@@ -159,7 +163,7 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
 
     Raises:
         NotImplementedError: The mask has other dimensions.
-        ValueError: The mask is for other lengths, or adds a bias to the scores.
+        ValueError: The mask is for other lengths.
     """
     if mask.ndim != 4:
         raise NotImplementedError(
@@ -170,7 +174,27 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> Pattern:
             f"attention_mask must be for {q_length} queries and {kv_length} keys, "
             f"got {list(mask.shape)}"
         )
-    return from_mask(mask.expand(-1, -1, q_length, kv_length))
+    bias, is_traced = None, torch.compiler.is_dynamo_compiling()
+    if mask.is_floating_point() and (
+        is_traced or mask.requires_grad or not ((mask == 0) | (mask <= MASKED_OUT)).all()
+    ):
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        if not is_traced and visible.all():
+            return sliding_window(None, None), mask
+        bias, mask = mask.masked_fill(~visible, 0), visible
+    return from_mask(mask.expand(-1, -1, q_length, kv_length)), bias
+
+
+def of_indices(indices: Tensor, kv_length: int) -> Pattern:
+    """Return the pattern in which each query sees the keys of its indices.
+
+    Args:
+        indices: ``[batch, seqlen_q, keys]``; -1 is no key.
+        kv_length: Number of keys.
+    """
+    visible = indices.new_zeros((*indices.shape[:2], kv_length + 1), dtype=torch.bool)
+    visible = visible.scatter(2, indices.long() % (kv_length + 1), True)[:, None, :, :kv_length]
+    return from_mask(visible)
 
 
 def without_mask(lengths: tuple[int, int], is_causal: bool, window: int | None) -> Pattern:

@@ -1,6 +1,8 @@
 """Hugging Face transformers: models with ``attn_implementation="cqs"``."""
 
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from torch import Tensor
 import cqs.distributed
 from cqs.api import AnyExecutor, attention
 from cqs.executors.distributed.agreement import errors_shared
-from cqs.integrations import graph_masks, masks
+from cqs.integrations import graph_masks, masks, own_attention
 from cqs.integrations.pattern_mask import GraphMask, MaskSource, PatternMask
 from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
 from cqs.problem.scores import Scores
@@ -26,12 +28,11 @@ _NOT_HONOURED = (
     "block_indices",
     "cache",
     "head_mask",
-    "indices",
-    "output_attentions",
-    "position_bias",
     "sinks",
 )
 """Arguments of layers, besides a mask, that change the result and are not supported."""
+_NOT_SHARDED = ("indices", "output_attentions", "position_bias")
+"""Those that are not supported with a process group."""
 
 
 def register(
@@ -45,16 +46,19 @@ def register(
     """Register cqs as an ``attn_implementation`` of Hugging Face transformers.
 
     It supports models that use transformers' ``AttentionInterface``: causal or non-causal, with
-    GQA, sliding windows, padding, packed sequences, caches, attention sinks, soft caps and dropout.
-    Masks become patterns. A mask function of transformers becomes a few integers; any other mask
-    becomes a block list. Code of a model that reads or changes the mask gets an ordinary boolean
-    tensor. A query that sees no key, as in padding on the left, has output 0.
+    GQA, sliding windows, padding, packed sequences, caches, attention sinks, soft caps, biases and
+    dropout. Masks become patterns. A mask function of transformers becomes a few integers; any
+    other mask becomes a block list, and a bias if it has other values than those of an additive
+    mask. Code of a model that reads or changes the mask gets an ordinary boolean tensor. A query
+    that sees no key, as in padding on the left, has output 0.
 
-    Layers that do not use the interface, such as those of BLOOM, keep their own attention.
-    ``set_attn_implementation`` logs transformers' warning about a model without such layers.
+    Layers of BLOOM, MPT and Falcon are supported too. Other layers that do not use the interface
+    keep their own attention. ``set_attn_implementation`` logs transformers' warning about a model
+    without layers that use it.
 
-    Unsupported arguments of a layer raise an error that names the layer when the model is called:
-    biased scores, sparse indices, a paged cache, and attention weights as an output.
+    Unsupported arguments of a layer raise an error that names the layer when the model is called,
+    such as a paged cache. If a layer's attention weights are an output, ``output_attentions``, the
+    model's eager attention computes the layer, with a warning.
 
     Args:
         name: Name to register; it replaces an earlier registration of the same name. Several names
@@ -84,7 +88,7 @@ def register(
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+        from transformers.masking_utils import eager_mask, sdpa_mask
     except ImportError as error:
         message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
         raise ImportError(message) from error
@@ -104,8 +108,12 @@ def register(
     )
     if group is not None or executor not in (None, "local"):
         attend, mask = uncompiled(attend), uncompiled(implementation.mask)
+    make_mask: Callable[..., Tensor] = mask
+    if group is None:
+        make_mask = own_attention.with_eager_masks(mask, eager_mask)
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, make_mask)
+    own_attention.register(name, attend)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class _Implementation:
         scaling: float | None = None,
         is_causal: bool | None = None,
         **asked: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute one layer.
 
         Args:
@@ -138,8 +146,8 @@ class _Implementation:
             query: ``[batch, num_heads, seqlen_q, head_dim]``.
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-            attention_mask: A mask of :meth:`mask` or of the user,
-                ``[batch, heads, seqlen_q, seqlen_kv]``, or ``None``.
+            attention_mask: A mask of :meth:`mask`, of the model or of the user, ``[batch, heads,
+                seqlen_q, seqlen_kv]``, or ``None``.
             dropout: Probability that an attention weight is zeroed.
             scaling: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
             is_causal: Whether attention without a mask is causal; ``None`` uses the ``is_causal``
@@ -147,7 +155,8 @@ class _Implementation:
             asked: Further keyword arguments of the layer.
 
         Returns:
-            The output, ``[batch, seqlen_q, num_heads, value_dim]``, and None for the weights.
+            The output, ``[batch, seqlen_q, num_heads, value_dim]``, and the attention weights,
+            ``None`` unless the layer asks for them.
 
         Raises:
             NotImplementedError: An argument of the layer is not supported.
@@ -156,19 +165,29 @@ class _Implementation:
         """
         lengths = query.shape[2], key.shape[2]
         try:
+            if self.group is None and asked.get("output_attentions"):
+                eager, mask = _eager_of(module), _as_added(attention_mask, query.dtype)
+                asked |= {"dropout": dropout, "scaling": scaling}
+                weighted: tuple[Tensor, Tensor] = eager(module, query, key, value, mask, **asked)
+                return weighted
             with self._errors_shared:
-                pattern = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
+                pattern, bias = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             if self.group is not None and (packed := self._packed(attention_mask, asked)):
                 pattern = pattern & packed
             device = query.device.type
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-            scores = Scores(sinks=asked.get("s_aux"), softcap=asked.get("softcap"))
+            scores = Scores(asked.get("s_aux"), asked.get("softcap"), bias=bias)
             compute = partial(self.compute, scale=scaling, dropout_p=dropout, scores=scores)
-            in_graph = _graph_mask_of(attention_mask)
+            in_graph, indices = _graph_mask_of(attention_mask), asked.get("indices")
             if isinstance(pattern, masks.Stacked) or in_graph is not None and in_graph.is_stacked:
-                compute = partial(_compute_stacked, compute)
+                if bias is None and indices is None:
+                    compute = partial(_compute_stacked, compute)
+                else:
+                    pattern = graph_masks.unstacked(pattern)
+            if indices is not None:
+                pattern = pattern & masks.of_indices(indices, key.shape[2])
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
             name = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
@@ -182,13 +201,16 @@ class _Implementation:
         attention_mask: Tensor | None,
         is_causal: bool | None,
         asked: Mapping[str, Any],
-    ) -> "Pattern | masks.Stacked":
-        """Return the pattern of a layer; raise NotImplementedError for unsupported arguments."""
-        for name in _NOT_HONOURED:
-            if asked.get(name) is not None and asked[name] is not False:
-                raise NotImplementedError(f"{name} is not supported")
+    ) -> tuple[Pattern, Tensor | None]:
+        """Return pattern and bias; raise NotImplementedError for unsupported arguments."""
         if self.group is not None:
             _check_part(asked, attention_mask)
+        for name in _NOT_HONOURED + (_NOT_SHARDED if self.group is not None else ()):
+            if asked.get(name) is not None and asked[name] is not False:
+                raise NotImplementedError(f"{name} is not supported")
+        bias: Tensor | None = None
+        if is_causal is False and attention_mask is not None and _sets_is_causal(type(module)):
+            is_causal = None
         in_graph = _graph_mask_of(attention_mask)
         if in_graph and attention_mask is not None and attention_mask.shape[2:] == lengths:
             pattern = in_graph.pattern
@@ -211,14 +233,16 @@ class _Implementation:
                     "attention_mask must be the padding mask, [batch, positions], with a process "
                     f"group, got {list(attention_mask.shape)}"
                 )
-            pattern = masks.of_tensor(attention_mask, *lengths)
+            pattern, bias = masks.of_tensor(attention_mask, *lengths)
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
             pattern = masks.without_mask(lengths, is_causal, asked.get("sliding_window"))
         if (ends := asked.get("cu_seq_lens_q")) is not None:
             pattern = pattern & documents(ends, is_causal=False)
-        return pattern
+        if (added := asked.get("position_bias")) is not None:
+            bias = added if bias is None else bias + added
+        return pattern, bias
 
     def _packed(self, attention_mask: Tensor | None, asked: Mapping[str, Any]) -> Pattern | None:
         """Return the packed sequences of all ranks by their positions, found once per mask."""
@@ -351,6 +375,37 @@ def _graph_mask_of(attention_mask: Tensor | None) -> GraphMask | None:
         source = attention_mask.source
         return source.in_graph if source.dense is None else None
     return graph_masks.pattern_of(attention_mask)
+
+
+def _sets_is_causal(layer: Any) -> bool:
+    """Return whether a layer computes ``is_causal``, False if it has a mask, as Moonshine's."""
+    code = inspect.unwrap(layer.forward).__code__
+    return "is_causal" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_sets_is_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the eager attention of a model, which returns attention weights, and warn."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise NotImplementedError("output_attentions is not supported")
+    warnings.warn(
+        "output_attentions=True: the model's eager attention computes the layers, not cqs",
+        stacklevel=3,
+    )
+    found: Callable[..., Any] = eager
+    return found
+
+
+def _as_added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask as eager attention adds it to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    hidden = ~mask
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def _no_dense_mask() -> Tensor:

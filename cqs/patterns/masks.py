@@ -23,7 +23,7 @@ from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.positions import as_list
 from cqs.uncompiled import uncompiled
 
-_MASKED_OUT = -9984.0
+MASKED_OUT = -9984.0
 """Largest value of an additive mask that masks a pair out: -10,000, the least negative constant in
 common use, rounded to bfloat16."""
 
@@ -271,7 +271,7 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
         return mask
     if mask.dtype.kind != "f":
         raise TypeError(f"mask must be boolean or floating point, got {mask.dtype}")
-    masked_out = mask <= _MASKED_OUT
+    masked_out = mask <= MASKED_OUT
     is_bias = ~masked_out & (mask != 0)
     if is_bias.any():
         raise ValueError(

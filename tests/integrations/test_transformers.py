@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import shards
@@ -13,6 +14,7 @@ from tiny_models import BATCHES, FAMILIES, TOKENS, make_model, passes, with_atte
 from transformers import AttentionInterface, masking_utils
 
 import cqs
+from cqs.integrations import own_attention
 from cqs.integrations.masks import Stacked, by_batch
 from cqs.integrations.transformers import register
 
@@ -133,9 +135,9 @@ def tiny_config(family):
     return getattr(transformers, f"{family}Config")(**options)
 
 
-@pytest.mark.parametrize("family", ["Bloom", "MegatronBert"])
+@pytest.mark.parametrize("family", ["RoFormer", "MegatronBert", "Canine"])
 def test_a_model_that_has_its_own_attention_keeps_it(family):
-    """Transformers itself logs a warning."""
+    """With masks of eager attention, which Canine converts to numbers; transformers warns."""
     config = tiny_config(family)
     model = getattr(transformers, f"{family}Model")(config)
     model.set_attn_implementation("cqs")
@@ -143,8 +145,43 @@ def test_a_model_that_has_its_own_attention_keeps_it(family):
     config._attn_implementation = "cqs"
     own = type(model)(config)
     own.load_state_dict(model.state_dict())
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(own.eval()(tokens)[0], model.eval()(tokens)[0])
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]] * 2)
+    batch = {"input_ids": tokens, "attention_mask": (tokens < 7) | torch.tensor([[1], [0]]).bool()}
+    assert torch.equal(own.eval()(**batch)[0], model.eval()(**batch)[0])
+
+
+def test_a_model_that_looks_up_its_layers_by_the_attention_keeps_it():
+    options = {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "vocab_size": 9}
+    config = transformers.GPTJConfig(**options, bos_token_id=1, eos_token_id=2)
+    config._attn_implementation = "cqs"
+    model, tokens = transformers.GPTJModel(config).eval(), torch.tensor([[1, 2, 3]])
+    found = model(tokens)[0]
+    model.config._attn_implementation = "eager"
+    assert torch.equal(found, model(tokens)[0])
+
+
+ALIBI = {
+    "Bloom": {"n_layer": 2, "n_head": 4},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "Falcon": {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
+@pytest.mark.parametrize("family", ALIBI)
+def test_layers_with_alibi_match(family, kind):
+    """In float32, as their own softmax. Falcon's eager attention adds ALiBi twice, sdpa once."""
+    options = {"vocab_size": 99, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**options | ALIBI[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    batch = BATCHES[kind]()
+    reference = "sdpa" if family == "Falcon" else "eager"
+    expected = passes(with_attention(model, reference), **batch)
+    spy = mock.Mock(side_effect=AttentionInterface()["cqs-of-5"])
+    with mock.patch.dict(own_attention._attend_of, {"cqs-of-5": spy}):
+        found = passes(with_attention(model, "cqs-of-5"), **batch)
+    assert_alike(found, expected, 1e-5)
+    assert spy.call_count == 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
@@ -235,6 +272,17 @@ def test_a_decoder_may_be_asked_to_look_both_ways():
     expected = passes(with_attention(model, "sdpa"), **batch)
     assert_alike(passes(with_attention(model, "cqs"), **batch), expected)
     assert_differs(expected, passes(model, **BATCHES["whole"]()))
+
+
+def test_a_layer_that_sets_is_causal_by_its_mask_stays_causal():
+    options = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 99}
+    options |= {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    options |= {f"{part}_num_attention_heads": 2 for part in ("encoder", "decoder")}
+    model = transformers.MoonshineModel(transformers.MoonshineConfig(**options)).double().eval()
+    sound = torch.randn(2, 2000, generator=torch.manual_seed(1)).double()
+    batch = {"input_values": sound, "decoder_input_ids": tiny_models.token_ids(2, 9)}
+    expected, found = (with_attention(model, name)(**batch)[0] for name in ("eager", "cqs"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_lengths_of_packed_sequences_are_honoured():
@@ -334,7 +382,7 @@ def refuse(message, mask=None, name="cqs", seqlen_q=6, error=NotImplementedError
 
 
 def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
-    for name in ("position_bias", "sinks", "head_mask", "cache", "indices"):
+    for name in ("sinks", "head_mask", "cache", "block_indices"):
         refuse(f"{name} is not supported", **{name: 1.0})
     refuse("output_attentions is not supported", output_attentions=True)
     refuse("sliding_window must be None .* got 3", sliding_window=3)
@@ -343,10 +391,71 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
         r"attention_mask must be \[batch, heads, seqlen_q, seqlen_kv\], got \[1, 6\]",
         torch.ones(1, 6),
     )
-    refuse("mask must be .*, got 0.5", torch.full((1, 1, 6, 6), 0.5), error=ValueError)
+    refuse("scores.bias must be", position_bias=torch.zeros(1, 2, 6, 5), error=ValueError)
     refuse(r"scores.sinks must be \[num_heads\]", s_aux=torch.zeros(3), error=ValueError)
     register("cqs-by-cpu", backend="cpu")
     refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_a_float_mask_may_bias_scores(has_padding):
+    """Of a user or a model, with gradients; masked pairs and other values in one tensor."""
+    query, key = (torch.randn(2, 2, 6, 8, dtype=torch.float64) for _ in range(2))
+    added = torch.randn(2, 2, 6, 6, dtype=torch.float64)
+    if has_padding:
+        added[0, :, :, :2] = torch.finfo(torch.float64).min
+        added[1, :, :, 4:] = -torch.inf
+    attend, found = AttentionInterface()["cqs-of-5"], []
+    for mask in (added.clone().requires_grad_(), added.clone().requires_grad_()):
+        if not found:
+            weights = (query @ key.mT / 8**0.5 + mask).softmax(-1)
+            output = (weights @ key).transpose(1, 2)
+        else:
+            output, _ = attend(Layer(), query, key, key, mask)
+        output.square().sum().backward()
+        found.append((output.detach(), mask.grad))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    zeros = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
+    attend(Layer(), query, key, key, zeros)[0].square().sum().backward()
+    assert zeros.grad.abs().max() > 1e-3, "a learned bias may begin as zeros"
+
+
+def test_bias_of_a_layer_and_mask_are_added():
+    query = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    bias, added = torch.randn(2, 1, 2, 6, 6, dtype=torch.float64)
+    attend, options = AttentionInterface()["cqs-of-5"], {"position_bias": bias}
+    found, _ = attend(Layer(), query, query, query, added, **options)
+    weights = (query @ query.mT / 8**0.5 + bias + added).softmax(-1)
+    torch.testing.assert_close(found, (weights @ query).transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_indices_are_the_keys_that_a_query_sees():
+    """As the layers of DeepSeek V3.2 pass them; -1 is no key."""
+    query = torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    indices = torch.tensor([[0, 1, -1]] * 6 + [[5, 2, 0]] * 6).view(2, 6, 3).int()
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    visible = torch.zeros(2, 6, 6, dtype=torch.bool)
+    for batch in range(2):
+        for row in range(6):
+            visible[batch, row, [each for each in indices[batch, row].tolist() if each >= 0]] = True
+    attend = AttentionInterface()["cqs-of-5"]
+    found, _ = attend(Layer(), query, query, query, mask, indices=indices)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, query, query, mask & visible[:, None]
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_attention_weights_come_from_the_eager_attention():
+    attend, layer = AttentionInterface()["cqs"], make_model("Llama").model.layers[0].self_attn
+    query, mask = torch.randn(1, 4, 6, 8), torch.ones(1, 1, 6, 6).tril().bool()
+    with pytest.warns(UserWarning, match="eager attention computes the layers"):
+        output, weights = attend(layer, query, query, query, mask, 0.0, 0.3, output_attentions=True)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, 6))
+    exact = (0.3 * query @ query.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(weights, exact)
+    torch.testing.assert_close(output, (exact @ query).transpose(1, 2))
 
 
 @pytest.mark.parametrize("kind", BATCHES)

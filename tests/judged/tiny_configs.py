@@ -1,0 +1,326 @@
+"""Tiny configurations of every family of transformers, and inputs for their models."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+LENGTH = 17
+_VOCABULARY = 99
+_SIZES = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "d_model": 32,
+    "head_dim": 16,
+    "d_kv": 16,
+    "v_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+    "image_size": 32,
+    "num_channels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+"""Option -> value, for configurations that have the option."""
+_EVEN_IF_NONE = {
+    *("head_dim", "num_key_value_heads", "vocab_size", "moe_intermediate_size"),
+    *("num_experts_per_tok", "n_routed_experts"),
+}
+_RULES = (
+    (r"token_(id|index)$", _VOCABULARY - 1, None),
+    (r"vocab", _VOCABULARY, _VOCABULARY),
+    (r"(?<!extract_)layers|depth|num_blocks|(^|_)n_layer$|_layer$", 2, 2),
+    (r"heads?$", 2, 2),
+    (r"position", 64, 64),
+    (
+        r"hidden|dim|size|ffn|inner|width|channels|embd|dff|embed|rank|d_ff|mlp|expansion|feature",
+        64,
+        32,
+    ),
+    (r"experts", 4, 4),
+)
+"""Pattern of an option, the largest value that stays, and the value of others."""
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}
+_RESNET |= {"depths": [1, 1, 1, 1], "out_features": ["stage2", "stage3", "stage4"]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]}
+_SERIES |= {"num_time_features": 1}
+_SWIN = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "AutoformerConfig": _SERIES | {"label_length": 2, "moving_average": 3},
+    "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
+    "BrosConfig": {"hidden_size": 64},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 98}},
+    "CodeGenConfig": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "DbrxConfig": {"attn_config": {"rope_theta": 1e4}},
+    "DeepseekV2Config": {"topk_method": "greedy", "n_group": None, "topk_group": None},
+    "DonutSwinConfig": _SWIN,
+    "Dots1Config": {"n_shared_experts": 1},
+    "Ernie4_5_MoeConfig": {"moe_k": 2, "moe_num_experts": 4},
+    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": _MROPE, "moe_k": 2, "moe_num_experts": 4},
+    "EsmConfig": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
+    "FalconH1Config": _MAMBA | {"mamba_d_ssm": 64},
+    "FunAsrNanoConfig": {"adaptor_config": {"intermediate_size": 8}},
+    "GPTJConfig": {"rotary_dim": 8},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma4AssistantConfig": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
+    "Glm4vTextConfig": {"rope_parameters": _MROPE},
+    "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
+    "GlmImageTextConfig": {"rope_parameters": _MROPE},
+    "GlmOcrTextConfig": {"rope_parameters": _MROPE},
+    "GraniteMoeHybridConfig": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "GroundingDinoConfig": {"num_queries": 5},
+    "HunYuanVLTextConfig": {"rope_parameters": _MROPE},
+    "InformerConfig": _SERIES | {"label_length": 2},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
+    "LiltConfig": {"hidden_size": 48},
+    "MimiConfig": {"upsample_groups": 32, "num_filters": 8},
+    "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
+    "SwinConfig": _SWIN,
+    "Swinv2Config": _SWIN,
+    "TimeSeriesTransformerConfig": _SERIES,
+    "Wav2Vec2BertConfig": {"conv_depthwise_kernel_size": 31},
+    "Wav2Vec2ConformerConfig": {"conv_depthwise_kernel_size": 31},
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}
+"""Configuration -> options beyond the rules."""
+
+
+def make_config(kind: type[PreTrainedConfig], are_sizes_ruled: bool = True) -> PreTrainedConfig:
+    """Return a tiny configuration.
+
+    Args:
+        kind: The class.
+        are_sizes_ruled: Whether other options than those of ``_SIZES`` become small by ``_RULES``.
+    """
+    return kind(**_options_of(kind, are_sizes_ruled))
+
+
+def _options_of(kind: type[PreTrainedConfig], are_sizes_ruled: bool) -> dict[str, Any]:
+    try:
+        default: Any = kind()
+        values = vars(default)
+    except Exception:  # a configuration that requires another one
+        default = None
+        parameters = inspect.signature(kind.__init__).parameters
+        values = {name: each.default for name, each in parameters.items()}
+    parts = getattr(kind, "sub_configs", {})
+    layers = max(
+        [values.get(each) or 0 for each in _LAYERS if isinstance(values.get(each), int)] + [3]
+    )
+    options = {}
+    for name, value in values.items():
+        if name.startswith("_") or name in parts:
+            continue
+        small = _shrink(name, value, layers, are_sizes_ruled)
+        if small is not None:
+            options[name] = small
+    if "qk_rope_head_dim" in values and "head_dim" in options:
+        options["head_dim"] = 8
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(name), dict) and "mrope_section" in str(values[name]):
+            options[name] = _with_sections(values[name])
+            break
+    is_timm = type(values.get("backbone_config")).__name__.startswith("Timm")
+    if "use_timm_backbone" in values or is_timm:
+        options["backbone_config"] = _RESNET
+        parts = {name: part for name, part in parts.items() if name != "backbone_config"}
+        if "use_timm_backbone" in values:
+            options["use_timm_backbone"] = False
+    for name, part in parts.items():
+        given = getattr(default, name, None)
+        if isinstance(given, PreTrainedConfig):
+            part = type(given)
+        if not isinstance(part, type) or part is PreTrainedConfig:
+            continue
+        if not issubclass(part, PreTrainedConfig):
+            continue
+        options[name] = _options_of(part, are_sizes_ruled)
+        if isinstance(given, PreTrainedConfig) and given.model_type:
+            options[name]["model_type"] = given.model_type
+    for name, value in _OVERRIDES.get(kind.__name__, {}).items():
+        options[name] = options.get(name, {}) | value if name in parts else value
+    return options
+
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+
+
+def _shrink(name: str, value: Any, layers: int, are_sizes_ruled: bool) -> Any:
+    """Return a smaller value of an option, ``None`` to leave it."""
+    if name in _SIZES and (name in _EVEN_IF_NONE if value is None else type(value) is int):
+        return _SIZES[name]
+    if isinstance(value, (list, tuple)):
+        if len(value) == layers > 4:  # one for each layer
+            return list(value[-2:] if "types" in name else value[:2])
+        if not are_sizes_ruled or not value or not all(type(each) is int for each in value):
+            return None
+        for part, most, least in (
+            ("depth|layers", 1, 1),
+            ("head", 2, 2),
+            ("hidden|dim|size", 64, 32),
+        ):
+            if re.search(part, name):
+                return [least if each > most else each for each in value]
+        return None
+    if type(value) is not int or not are_sizes_ruled:
+        return None
+    if name == "patch_size":
+        return min(value, 8)
+    for pattern, most, small in _RULES:
+        if re.search(pattern, name):
+            if value <= most:
+                return None
+            return 90 + sum(map(ord, name)) % 9 if small is None else small
+    return None
+
+
+def _with_sections(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of rotary embeddings whose sections fit heads of 16."""
+    return {
+        name: [2, 3, 3]
+        if name == "mrope_section"
+        else _with_sections(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in parameters.items()
+    }
+
+
+def batches(model: Any, config: Any, padding: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield batches of two for a model, one of which may be valid.
+
+    Args:
+        model: The model.
+        config: Its configuration.
+        padding: Tokens of padding on the left and on the right of the first sequence.
+    """
+    batch = _first_batch(model, config, padding)
+    names = [
+        name
+        for name, each in inspect.signature(model.forward).parameters.items()
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(f"requires {', '.join(missing)}")
+    yield batch
+    generator = torch.Generator().manual_seed(2)
+    for name in ("input_features", "input_values"):
+        if name in batch:
+            values = batch[name]
+            bins = _find(config, "num_mel_bins", "feature_size", "n_mels", *_BINS) or 80
+            if values.ndim == 3:
+                yield batch | {name: values.mT.contiguous()}
+            length = _find(config, "max_length") or 64
+            if type(length) is int and length <= 2048:
+                yield batch | {name: torch.randn(2, length, bins, generator=generator)}
+            yield batch | {name: torch.randn(2, 1, 2048, generator=generator)}
+    if "bbox" in batch:
+        yield batch | {"bbox": batch["bbox"].float()}
+    if "image_attention_mask" in inspect.signature(model.forward).parameters:
+        image = _image(config, generator)[:, None]
+        yield batch | {"pixel_values": image, "image_attention_mask": torch.ones(2, LENGTH, 1)}
+    if "pixel_values" in batch:
+        frames = _find(config, "num_frames") or 2
+        yield batch | {"pixel_values": batch["pixel_values"][:, None].repeat(1, frames, 1, 1, 1)}
+        for size in (64, 224):
+            yield batch | {"pixel_values": torch.randn(2, 3, size, size, generator=generator)}
+    for name in ("attention_mask", "decoder_input_ids"):
+        if name in batch and "input_ids" in batch:
+            yield {key: value for key, value in batch.items() if key != name}
+
+
+_BINS = ("feature_projection_input_dim", "input_dim")
+
+
+def _first_batch(model: Any, config: Any, padding: tuple[int, int]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    accepted = inspect.signature(model.forward).parameters
+    batch: dict[str, Any] = {}
+    ids = torch.randint(3, 89, (2, LENGTH), generator=generator)
+    is_required = "pixel_values" in accepted and accepted["pixel_values"].default is inspect._empty
+    if "input_ids" in accepted:
+        batch["input_ids"] = ids
+        if "attention_mask" in accepted:
+            mask = torch.ones_like(ids)
+            mask[0, : padding[0]] = mask[0, LENGTH - padding[1] :] = 0
+            batch["attention_mask"] = mask
+        if "bbox" in accepted:
+            batch["bbox"] = torch.zeros(2, LENGTH, 4, dtype=torch.long)
+        if "use_cache" in accepted and not getattr(config, "is_encoder_decoder", False):
+            batch["use_cache"] = False
+    if "pixel_values" in accepted and (is_required or not batch):
+        batch["pixel_values"] = _image(config, generator)
+    if "input_ids" not in batch:
+        bins = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel") or 80
+        frames = (_find(config, "max_source_positions") or 32) * 2
+        if "input_features" in accepted:
+            batch["input_features"] = torch.randn(2, bins, frames, generator=generator)
+        if "input_values" in accepted:
+            batch["input_values"] = torch.randn(2, 2000, generator=generator)
+    if "pixel_values_videos" in accepted and "pixel_values" not in accepted:
+        frames = _image(config, generator)[:, None]
+        batch["pixel_values_videos"] = frames.repeat(1, _find(config, "num_frames") or 2, 1, 1, 1)
+    if "flattened_patches" in accepted:
+        width = _find(config, "patch_embed_hidden_size")
+        places = torch.randint(1, 4, (2, 9, 2), generator=generator)
+        patches = torch.randn(2, 9, width, generator=generator)
+        batch["flattened_patches"] = torch.cat([places, patches], 2)
+        batch["attention_mask"] = torch.ones(2, 9)
+    if "past_values" in accepted:
+        shapes = {"past_values": (2, 10), "past_time_features": (2, 10, 1)}
+        shapes |= {"past_observed_mask": (2, 10), "future_values": (2, 4)}
+        shapes |= {"future_time_features": (2, 4, 1)}
+        for name, shape in shapes.items():
+            if name in accepted:
+                batch[name] = torch.rand(shape, generator=generator)
+        if "past_observed_mask" in batch:
+            batch["past_observed_mask"] = torch.ones(2, 10)
+    if "decoder_input_ids" in accepted:
+        batch["decoder_input_ids"] = ids[:, :9]
+    return batch
+
+
+def _image(config: Any, generator: torch.Generator) -> Tensor:
+    size = _find(config, "image_size", "img_size") or 64
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    channels = _find(config, "num_channels", "in_channels", "in_chans") or 3
+    return torch.randn(2, channels, height, width, generator=generator)
+
+
+def _find(config: Any, *names: str) -> Any:
+    """Return the first option that a configuration or a part of it has."""
+    for name in names:
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    for part in getattr(config, "sub_configs", {}):
+        given = getattr(config, part, None)
+        if isinstance(given, PreTrainedConfig) and (found := _find(given, *names)) is not None:
+            return found
+    return None

@@ -1,0 +1,333 @@
+"""Which families of transformers cqs computes: ``python -m tests.judged.transformers_families``.
+
+A family is a folder of ``transformers.models`` with a model. Its models are made with
+``attn_implementation="cqs"``, tiny and random, and outputs and gradients of all parameters
+compared with those of "eager", with padding on the left where a model has a padding mask. One row
+per family goes to ``benchmarks/results/transformers-families.jsonl``, of its first model that is
+computed.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import signal
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .framework import NUM_TASKS
+from .tiny_configs import batches, make_config
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "transformers-families.jsonl"
+_LARGEST = 20_000_000
+"""Number of parameters above which a model is not made."""
+_NUM_MODELS = 5
+"""Models of a family that are tried."""
+_SECONDS = 30
+"""CPU time of a model."""
+OUTCOMES = ("differs", "fails", "computed", "refused", "own attention", "not made", "no attention")
+"""From what is reported even if another model of the family is computed."""
+_REFUSED = re.compile(r"^\w+ of layer \w+: ")
+"""Errors by which cqs names the layer and the reason."""
+
+
+def main() -> int:
+    """Return 1 if a family fails or differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
+    parser.add_argument("--out", type=Path, default=ROWS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("INDEX", "NUMBER"))
+    options = parser.parse_args()
+    _prepare()
+    index, number = options.part
+    is_bad = False
+    for family in (options.families or find_families())[index::number]:
+        row = judge_family(family)
+        is_bad |= row["outcome"] in OUTCOMES[:2]
+        print(json.dumps(row), flush=True)
+        _replace_row(options.out, row)
+    return int(is_bad)
+
+
+def _prepare() -> None:
+    from transformers.utils import logging
+
+    from cqs.integrations.transformers import register
+
+    logging.set_verbosity(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    register("cqs", num_tasks=NUM_TASKS)
+
+
+def _replace_row(path: Path, row: dict[str, Any]) -> None:
+    import transformers
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [each for each in rows if each["family"] != row["family"]]
+    rows.append(row | {"version": transformers.__version__})
+    rows.sort(key=lambda each: str(each["family"]))
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+def find_families() -> list[str]:
+    """Return the names of the families of the installed transformers."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in folder.glob("*/modeling_*.py")}
+    return sorted(found - {"auto"})
+
+
+def judge_family(family: str) -> dict[str, Any]:
+    """Return the row of a family: its outcome, and the model that shows it."""
+    best: dict[str, Any] = {}
+    try:
+        models = _models_of(family)
+    except ImportError as error:
+        return {"family": family, "outcome": "not made", "reason": _text_of(error)}
+    for number, model in enumerate(sorted(models, key=_rank)):
+        if number == _NUM_MODELS or best.get("outcome") in OUTCOMES[:4]:
+            break
+        row = {"model": model.__name__, **_judge_in_time(model)}
+        if not best or OUTCOMES.index(row["outcome"]) < OUTCOMES.index(best["outcome"]):
+            best = row
+    if best.get("outcome", "not made") == "not made":
+        best |= _by_code(family)
+    return {"family": family, **best}
+
+
+def _by_code(family: str) -> dict[str, Any]:
+    """Return what the code of a family tells of one of which no model was made."""
+    layers, code = _own_layers(family), _code_of(family)
+    if "ALL_ATTENTION_FUNCTIONS" in code:
+        return {}
+    if layers:
+        return {"outcome": "own attention", "layers": layers, "reason": "by its code"}
+    if re.search("AutoModel|AutoBackbone|load_backbone", code):
+        return {}
+    return {"outcome": "no attention", "reason": "by its code"}
+
+
+def _code_of(family: str) -> str:
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models" / family
+    return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+
+
+def _own_layers(family: str) -> list[str]:
+    """Return the names of a family's layers of attention that do not use the interface."""
+    parts = re.split(r"^class (?=\w+)", _code_of(family), flags=re.MULTILINE)[1:]
+    return sorted(
+        re.match(r"\w+", part)[0]  # type: ignore[index]
+        for part in parts
+        if re.match(r"\w*Attention\w*\(nn\.Module\)", part) and "get_interface" not in part
+    )
+
+
+def _models_of(family: str) -> list[Any]:
+    import transformers
+    from transformers import PreTrainedModel
+
+    folder = Path(transformers.__file__).parent / "models" / family
+    found = []
+    for path in sorted(folder.glob("modeling_*.py")):
+        module = import_module(f"transformers.models.{family}.{path.stem}")
+        found += [
+            each
+            for each in vars(module).values()
+            if inspect.isclass(each)
+            and issubclass(each, PreTrainedModel)
+            and each.__module__ == module.__name__
+            and not each.__name__.endswith("PreTrainedModel")
+            and getattr(each, "config_class", None) is not None
+        ]
+    return found
+
+
+def _rank(model: Any) -> tuple[int, int]:
+    """Order models: whole ones with a head, whole ones, and parts."""
+    name = model.__name__
+    is_part = re.search("Text|Vision|Audio|Encoder|Decoder", name) is not None
+    endings = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "Model")
+    first = next((i for i, ending in enumerate(endings) if name.endswith(ending)), 6)
+    return (4 if first == 3 and is_part else first), len(name)
+
+
+def _judge_in_time(model: Any) -> dict[str, Any]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {_SECONDS} s")
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        return _judge(model)
+    except Exception as error:
+        return {"outcome": "not made", "reason": _text_of(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _text_of(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+
+
+def _judge(model_class: Any) -> dict[str, Any]:
+    from transformers import AttentionInterface
+
+    model, batch, expected = _make(model_class)
+    layers = sorted({type(each).__name__ for each in model.modules() if _is_own(each)})
+    function = AttentionInterface._global_mapping["cqs"]
+    spy = mock.Mock(side_effect=function)
+    with mock.patch.dict(AttentionInterface._global_mapping, {"cqs": spy}):
+        with mock.patch.dict("cqs.integrations.own_attention._attend_of", {"cqs": spy}):
+            try:
+                found = _results(_other(model, "cqs"), batch)
+            except Exception as error:
+                text = str(error)
+                if _REFUSED.search(text):
+                    return {"outcome": "refused", "reason": text}
+                return {"outcome": "fails", "reason": _text_of(error)}
+    row: dict[str, Any] = {"features": _features_of(spy)} if spy.call_count else {}
+    if layers:
+        row["layers"] = layers
+    if _deviation(found, expected) > 1:
+        # Padding that the model's own code reads: "sdpa" too has other values there than "eager".
+        if _deviation(found, _results(_other(model, "sdpa"), batch)) > 1:
+            return {
+                "outcome": "differs",
+                "reason": f"{_deviation(found, expected):.3g} x tolerance",
+            }
+        row["reference"] = "sdpa"
+    if not layers and not spy.call_count:
+        raise ValueError("no layer of attention with these options")
+    return {"outcome": "computed" if spy.call_count else "own attention", **row}
+
+
+def _make(model_class: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """Return a model, a valid batch and the results of "eager", or raise the first error."""
+    errors: list[Exception] = []
+    for are_sizes_ruled in (True, False):
+        try:
+            config = make_config(model_class.config_class, are_sizes_ruled)
+            config._attn_implementation = "eager"
+            with torch.device("meta"):
+                number = sum(each.numel() for each in model_class(config).parameters())
+            if number > _LARGEST:
+                raise ValueError(f"{number:,} parameters with these options")
+            config = make_config(model_class.config_class, are_sizes_ruled)
+            config._attn_implementation = "eager"
+            torch.manual_seed(0)
+            model = model_class(config).eval()
+            for parameter in model.parameters():
+                if not parameter.isfinite().all():
+                    torch.nn.init.normal_(parameter, std=0.02)
+            for batch in batches(model, config, (5, 0)):
+                try:
+                    results = _results(model, batch)
+                    if not results["output"].isfinite().all():
+                        raise ValueError("outputs of eager attention are not finite")
+                    model.cqs_ruled = are_sizes_ruled
+                    return model, batch, results
+                except TimeoutError:
+                    raise
+                except Exception as error:
+                    errors.append(error)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _other(model: Any, implementation: str) -> Any:
+    """Return the same model, made with another implementation of attention."""
+    config = make_config(type(model).config_class, model.cqs_ruled)
+    config._attn_implementation = implementation
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def _results(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the first output where there is no padding, and the gradients of all parameters."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    output = model(**batch)
+    leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
+    first = next(
+        each
+        for each in leaves
+        if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad
+    )
+    mask = batch.get("attention_mask")
+    if mask is not None and first.shape[:2] == mask.shape:
+        first = first[mask.bool()]
+    signs = torch.randn(first.shape, generator=torch.Generator().manual_seed(3))
+    (first * signs).mean().backward()
+    gradients = {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
+    return {"output": first.detach(), **gradients}
+
+
+def _deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest error in units of the tolerance of the suite of transformers' models."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    gradients = [each for key, each in expected.items() if key != "output" and each.numel()]
+    largest = min(max((float(each.abs().max()) for each in gradients), default=0), 1)
+    errors = [0.0]
+    for key, want in expected.items():
+        atol = 1e-5 if key == "output" else max(1e-5 * largest, 1e-12)
+        if want.numel():
+            errors.append(float(((found[key] - want).abs() / (atol + 1e-4 * want.abs())).max()))
+    return max(errors) if all(map(torch.isfinite, map(torch.tensor, errors))) else float("inf")
+
+
+def _features_of(spy: mock.Mock) -> list[str]:
+    """Return what layers asked for, beyond a mask."""
+    found = set()
+    for call in spy.call_args_list:
+        asked, mask = call.kwargs, call.kwargs.get("attention_mask")
+        mask = call.args[4] if len(call.args) > 4 else mask
+        is_bias = mask is not None and mask.is_floating_point() and _has_bias(mask)
+        for name, is_asked in (
+            ("sinks", asked.get("s_aux") is not None),
+            ("soft cap", asked.get("softcap") is not None),
+            ("bias", asked.get("position_bias") is not None or is_bias),
+            ("sparse indices", asked.get("indices") is not None),
+        ):
+            if is_asked:
+                found.add(name)
+    return sorted(found)
+
+
+def _has_bias(mask: Tensor) -> bool:
+    return mask.requires_grad or not bool(((mask == 0) | (mask <= -9984)).all())
+
+
+def _is_own(layer: torch.nn.Module) -> bool:
+    """Return whether a layer of attention has a softmax of its own."""
+    kind = type(layer)
+    if kind is torch.nn.MultiheadAttention:
+        return True
+    if not kind.__module__.startswith("transformers.") or "tten" not in kind.__name__:
+        return False
+    if kind.__name__ in ("BloomAttention", "MptAttention", "FalconAttention"):
+        return False
+    code = inspect.getsource(kind)
+    return bool(re.search(r"softmax\(|Softmax\(|dot_product", code)) and "get_interface" not in code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
