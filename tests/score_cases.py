@@ -24,7 +24,8 @@ def define(problem, scores, factors=1.0):
         found = found + scores.bias.to(found.dtype)
     if scores.score_mod is not None:
         batches, heads = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(num_heads)
-        found = scores.score_mod(found, batches, heads.view(-1, 1, 1), queries, keys)
+        dtype = found.dtype
+        found = scores.score_mod(found, batches, heads.view(-1, 1, 1), queries, keys).to(dtype)
     if (mask := visible_mask(problem)) is not None:
         found = found.masked_fill(~mask, -torch.inf)
     sinks = scores.sinks if scores.sinks is not None else torch.full((num_heads,), -torch.inf)
