@@ -130,34 +130,59 @@ def test_sinks_without_gradients_and_infinite_sinks():
     assert (empty.output == 0).all() and torch.equal(empty.lse, sinks.view(-1, 1).expand(2, 4, 41))
 
 
+def split_rows(length, marks, rank, number, position):
+    """The joint rows, those of a rank's shard, and all rows of its result, of a whole sequence."""
+    joint = range(number) if position == "front" else range(length - number, length)
+    rest = range(number, length) if position == "front" else range(length - number)
+    own = [row for row in rest if marks[rank] <= row < marks[rank + 1]]
+    return list(joint), own, [*joint, *own] if position == "front" else [*own, *joint]
+
+
 def errors_on_rank(group, problems):
-    """Largest error of each random problem on this rank."""
+    """Largest error of each random problem on this rank, in a third of them with joint tokens."""
     found, rank = [], dist.get_rank(group)
     for case, cuts, options in problems:
         problem = case.make(torch.float64)
-        drawn = Drawn(problem, random.Random(str(options)))
+        generator = random.Random(str(options))
+        drawn = Drawn(problem, generator)
         exact = expected(problem, drawn)
-        rows, columns = (slice(*marks[rank : rank + 2]) for marks in cuts)
+        position = generator.choice(["front", "rear"])
+        numbers = generator.choice([(0, 0), (0, 0), (3, 5), (0, 2), (4, 0)])
+        sides = [
+            split_rows(length, marks, rank, min(number, length), position)
+            for length, marks, number in zip(
+                (case.seqlen_q, case.seqlen_kv), cuts, numbers, strict=True
+            )
+        ]
+        (joint_rows, own_rows, rows), (joint_keys, own_keys, _) = sides
         scores, leaves = drawn.make()
         if scores.bias is not None and scores.bias.ndim > 1 and scores.bias.shape[-2] > 1:
             scores = replace(scores, bias=scores.bias[..., rows, :])
-        parts = rows, columns, columns
-        shards = [t[:, :, p] for t, p in zip(tensors_of(problem), parts, strict=True)]
-        shards = [shard.detach().clone().requires_grad_() for shard in shards]
+        parts = own_rows, own_keys, own_keys, joint_rows, joint_keys, joint_keys
+        tensors = [
+            whole[:, :, part].detach().requires_grad_()
+            for whole, part in zip(2 * tensors_of(problem), parts, strict=True)
+        ]
+        names = "joint_query", "joint_key", "joint_value"
         given = options_of(problem) | options | {"scores": scores, "group": group}
-        output, lse = cqs.distributed.attention(*shards, return_lse=True, **given)
+        given |= {n: t for n, t in zip(names, tensors[3:], strict=True) if t.shape[2]}
+        attend = partial(cqs.distributed.attention, joint_position=position, **given)
+        output, lse = attend(*tensors[:3], return_lse=True)
         grad = gradient_of_output(exact[0])[:, :, rows]
-        gradients = torch.autograd.grad(
-            output, (*shards, *leaves), grad, materialize_grads=True, retain_graph=True
+        if rank:  # the gradients of all ranks' copies of the joint rows add up
+            grad[:, :, [rows.index(row) for row in joint_rows]] = 0
+        found_gradients = torch.autograd.grad(
+            output, (*tensors, *leaves), grad, materialize_grads=True
         )
-        without = cqs.distributed.attention(*(s.detach() for s in shards), **given)
+        gradients = [each.contiguous() for each in found_gradients]
+        with torch.no_grad():
+            without = attend(*tensors[:3])
         errors = [(without - output).abs().max()] if output.numel() else []
         for each in gradients[3:]:
             dist.all_reduce(each, group=group)
-        of_rank = [
-            each[:, :, part] for each, part in zip(exact[:5], (rows, rows, *parts), strict=True)
-        ]
-        pairs = zip([output, lse, *gradients], [*of_rank, *exact[5:]], strict=True)
+        wanted = [exact[0][:, :, rows], exact[1][:, :, rows]]
+        wanted += [exact[2 + i % 3][:, :, part] for i, part in enumerate(parts)]
+        pairs = zip([output, lse, *gradients], [*wanted, *exact[5:]], strict=True)
         errors += [(got - want).abs().max() for got, want in pairs if got.numel()]
         found.append(max(map(torch.Tensor.item, errors), default=0.0))
     return found

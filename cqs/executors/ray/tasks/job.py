@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.partial import Gradients, Partial
+from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
 from cqs.problem.score_terms import ScoreTerms
@@ -248,7 +248,7 @@ def terms_of_task(settings: RunSettings, call: TaskCall, device: torch.device) -
         terms = hold(like, held, has_rows=rows != 1, has_columns=columns != 1)
         assert terms.bias is not None
         unpack(packed, places(terms, terms.bias, call.bias.pieces))
-    return terms.with_sums(settings.results[False][0].dtype) if is_backward else terms
+    return terms.with_sums(lse_dtype(settings.results[False][0].dtype)) if is_backward else terms
 
 
 def sums_of_task(terms: ScoreTerms | None, call: TaskCall) -> list[Tensor]:
