@@ -314,6 +314,23 @@ def compile_whole(attention):
     return torch.compile(attend, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.parametrize("name", ["sinks", "bias", "score_mod"])
+def test_writes_between_the_passes_raise(name):
+    problem = CASE.make(torch.float64)
+    leaf = torch.zeros(4, 1, 1, dtype=torch.float64, requires_grad=True)
+    values = {
+        "sinks": leaf.view(4),
+        "bias": leaf,
+        "score_mod": lambda score, batch, head, query, key: score + leaf[head, 0, 0],
+    }
+    scores = cqs.Scores(**{name: values[name]})
+    output = cqs.attention(problem.query, problem.key, problem.value, scores=scores)
+    with torch.no_grad():
+        leaf.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 IN_GRAPHS = "sinks", "softcap", "alibi_slopes", "bias"
 
 

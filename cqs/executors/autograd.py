@@ -120,7 +120,7 @@ class _Attention(torch.autograd.Function):
             replace(problem, query=query, key=key, value=value, sinks=sinks)
         )
         of_sinks = () if sinks is None else (sinks, *answer)
-        ctx.save_for_backward(*kept, *of_sinks)
+        ctx.save_for_backward(*kept, *of_sinks, *leaves)  # leaves: PyTorch checks for writes
         ctx.num_kept = len(kept)
         ctx.mark_non_differentiable(answer.lse)
         ctx.differentiate = differentiate
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
             gradients = ctx.differentiate(saved[: ctx.num_kept], grad_output, sums)
             of_sinks = None
             if ctx.needs_input_grad[3]:
-                sinks, *answer = saved[ctx.num_kept :]
+                sinks, *answer = saved[ctx.num_kept : ctx.num_kept + 3]
                 of_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
         of_leaves = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
