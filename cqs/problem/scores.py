@@ -19,7 +19,8 @@ class Scores:
     """How scores and softmax of an attention call differ from the scaled products alone.
 
     The terms apply to each scaled product in this order: soft cap, ALiBi, bias, score function.
-    The backend ``reference`` supports all of them, and is slow.
+    On a GPU a score function together with a sparse pattern, and the gradient of a bias on every
+    device, are computed by the slow backend ``reference``; see docs/scores.md.
 
     Example:
         >>> import cqs, torch
