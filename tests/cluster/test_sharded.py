@@ -126,7 +126,7 @@ def test_verification_catches_a_wrong_rank(cluster):
         def corrupt(self, *arguments, **options):
             attended = attend(self, *arguments, **options)
             if dist.get_rank() == 2:
-                attended.answer.output[:, 1, -1] += 0.01
+                attended[0].output[:, 1, -1] += 0.01
             return attended
 
         RankTask.attend = corrupt

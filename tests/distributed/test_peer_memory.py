@@ -226,10 +226,11 @@ def launch_call(transport, rank, call, shards, new_pass=transfer.Pass):
     problem = check_problem(query, key, value)
     task = rank_task.RankTask(transport, layout, Worker(problem.scale, "reference", None, None))
     gradients = call["gradients"]
-    attended = task.attend(problem, with_lse=gradients, keep=gradients, of_pass=new_pass())
-    results = [attended.answer.output]
+    answer, kept = task.attend(problem, with_lse=gradients, keep=gradients, of_pass=new_pass())
+    results = [answer.output]
     if gradients:
-        results += attended.differentiate(attended.kept, grad_output, of_pass=new_pass())
+        shapes = [each.shape for each in (problem.query, problem.key, problem.value)]
+        results += task.differentiate(shapes, kept, grad_output, of_pass=new_pass())
     return results
 
 
