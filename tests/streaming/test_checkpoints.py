@@ -534,3 +534,10 @@ def test_a_run_of_another_format_is_rejected_with_both_versions(tmp_path, monkey
     with pytest.raises(ValueError, match="run' must have resume format 4 .* got format 3"):
         cqs.streaming.attention(*inputs, out=out, resume="run", **FROZEN)
     assert contents() == before
+
+
+def test_query_heads_that_share_a_kv_head_resume(tmp_path):
+    query, key, value = (torch.randn(1, heads, 300, 16) for heads in (4, 2, 2))
+    out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", np.float32, query.shape)
+    cqs.streaming.attention(query, key, value, **WITHIN, out=out, resume=tmp_path / "run")
+    torch.testing.assert_close(torch.from_numpy(out), cqs.attention(query, key, value))

@@ -218,7 +218,7 @@ def write_rows(target: Target, batch: int, heads: range, rows: range, values: Te
         target[batch, heads.start : heads.stop, rows.start : rows.stop] = values
     else:
         for head, of_head in zip(heads, values, strict=True):
-            target.write(batch, head, rows, of_head)
+            target.write(batch, head, rows, of_head.contiguous())
 
 
 def as_source(name: str, tensor: Any) -> Tensor | Source:
