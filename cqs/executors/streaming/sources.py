@@ -292,7 +292,9 @@ def as_target(
     read = chain.from_iterable(_extents(source, is_written=False) for source in sources)
     for (space, start, stop), (other, first, last) in product(written, read):
         if space == other and start < last and first < stop:
-            raise ValueError("out must share neither memory nor a file with query, key and value")
+            raise ValueError(
+                "out must share neither memory nor a file with query, key and value, or scores"
+            )
     return target
 
 
