@@ -541,3 +541,9 @@ def test_query_heads_that_share_a_kv_head_resume(tmp_path):
     out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", np.float32, query.shape)
     cqs.streaming.attention(query, key, value, **WITHIN, out=out, resume=tmp_path / "run")
     torch.testing.assert_close(torch.from_numpy(out), cqs.attention(query, key, value))
+
+
+def test_a_run_with_sinks_is_not_one_without(maps, save_every_block):
+    stop(maps, scores=cqs.Scores(sinks=torch.ones(2)))
+    with pytest.raises(ValueError, match="whose sinks is .* instead of None"):
+        cqs.streaming.attention(*maps, **RESUMED, out=np.load("out.npy", mmap_mode="r+"))
