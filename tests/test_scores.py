@@ -314,6 +314,56 @@ def compile_whole(attention):
     return torch.compile(attend, fullgraph=True, backend="aot_eager")
 
 
+class Table:
+    def __init__(self, values):
+        self.values = values
+
+    def scale(self, score, batch, head, query, key):
+        return score * self.values[head]
+
+    __call__ = scale
+
+
+class TableModule(torch.nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    forward = Table.scale
+
+
+def test_tensors_of_defaults_and_objects_have_gradients():
+    query, key, value = (torch.randn(1, 4, 6, 8) for _ in range(3))
+    leaf = torch.randn(4, requires_grad=True)
+    twice = leaf * 1  # an attribute of a module that is no parameter
+    table = Table(leaf)
+    functions = [
+        lambda score, b, h, i, j, values=leaf: score * values[h],
+        partial(lambda score, b, h, i, j, *, values=leaf: score * values[h]),
+        table,
+        table.scale,
+        lambda score, b, h, i, j: score * table.values[h],
+        TableModule(twice),
+    ]
+    wanted = None
+    for function in [lambda score, b, h, i, j: score * leaf[h], *functions]:
+        found = cqs.attention(query, key, value, scores=cqs.Scores(score_mod=function), num_tasks=3)
+        (gradient,) = torch.autograd.grad(found.square().sum(), leaf)
+        wanted = gradient if wanted is None else wanted
+        torch.testing.assert_close(gradient, wanted)
+    assert wanted.abs().max() > 0
+
+
+def test_slopes_keep_float64():
+    tensors = [torch.randn(1, 2, 9, 8, dtype=torch.float64) for _ in range(3)]
+    slopes = torch.rand(2, dtype=torch.float64)
+    found = cqs.attention(*tensors, scores=cqs.Scores(alibi_slopes=slopes))
+    positions = torch.arange(9)
+    apart = (positions[:, None] - positions).abs()
+    wanted = cqs.attention(*tensors, scores=cqs.Scores(bias=-slopes[:, None, None] * apart))
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", ["sinks", "bias", "score_mod"])
 def test_writes_between_the_passes_raise(name):
     problem = CASE.make(torch.float64)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getclosurevars, isfunction, ismethod
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class ScoreTerms:
     softcap: float = 0.0
     """Each score s becomes ``softcap * tanh(s / softcap)``; 0 for none."""
     alibi_slopes: Tensor | None = None
-    """``[1 or batch, num_heads]``, float32."""
+    """``[1 or batch, num_heads]``, float32 (float64 for float64 tensors)."""
     bias: Tensor | None = None
     """Added, ``[1 or batch, 1 or num_heads, 1 or rows_q, 1 or rows_kv]``."""
     score_mod: ScoreMod | None = None
@@ -291,7 +292,7 @@ class PairTerms(NamedTuple):
 
 
 def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors that a function reads: of its closure, globals, and bound arguments."""
+    """Yield the tensors that a function reads: of its closure, globals, defaults, and objects."""
     if id(function) in _seen:
         return
     seen = _seen | {id(function)}
@@ -299,6 +300,7 @@ def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iter
         yield function
     elif isinstance(function, torch.nn.Module):
         yield from function.parameters()
+        yield from captured_tensors([e for e in vars(function).values() if isinstance(e, Tensor)])
     elif isinstance(function, (tuple, list)):
         for each in function:
             yield from captured_tensors(each, seen)
@@ -311,7 +313,13 @@ def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iter
         yield from captured_tensors([function.__self__, function.__func__], seen)
     elif isfunction(function):
         found = getclosurevars(function)
-        yield from captured_tensors([*found.nonlocals.values(), *found.globals.values()], seen)
+        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        of_names = *found.nonlocals.values(), *found.globals.values()
+        yield from captured_tensors([*of_names, *defaults], seen)
+    elif not isinstance(function, type | ModuleType):  # attributes of any other object
+        yield from (
+            each for each in getattr(function, "__dict__", {}).values() if isinstance(each, Tensor)
+        )
 
 
 def _digest(tensor: Tensor) -> str:

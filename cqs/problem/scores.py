@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import to_float
-from cqs.partial import Partial
+from cqs.partial import Partial, lse_dtype
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
 from cqs.problem.tensors import DTYPES, dense_value
 
@@ -144,7 +144,7 @@ def _check_softcap(softcap: float | None) -> float:
 
 
 def _check_slopes(slopes: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the slopes of ALiBi, float32 ``[1 or batch, num_heads]``."""
+    """Return the slopes of ALiBi, ``[1 or batch, num_heads]``, in the accumulation dtype."""
     slopes = _check_tensor("alibi_slopes", slopes, query)
     if slopes is None:
         return None
@@ -159,7 +159,7 @@ def _check_slopes(slopes: Tensor | None, query: Tensor) -> Tensor | None:
             "scores.alibi_slopes must not require gradients: detach them, or pass "
             "score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()"
         )
-    return slopes.detach().float().view(-1, num_heads)
+    return slopes.detach().to(lse_dtype(query.dtype)).view(-1, num_heads)
 
 
 def _check_bias(bias: Tensor | None, query: Tensor, seqlen_kv: int | None) -> Tensor | None:

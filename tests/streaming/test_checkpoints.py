@@ -534,3 +534,16 @@ def test_a_run_of_another_format_is_rejected_with_both_versions(tmp_path, monkey
     with pytest.raises(ValueError, match="run' must have resume format 4 .* got format 3"):
         cqs.streaming.attention(*inputs, out=out, resume="run", **FROZEN)
     assert contents() == before
+
+
+def test_query_heads_that_share_a_kv_head_resume(tmp_path):
+    query, key, value = (torch.randn(1, heads, 300, 16) for heads in (4, 2, 2))
+    out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", np.float32, query.shape)
+    cqs.streaming.attention(query, key, value, **WITHIN, out=out, resume=tmp_path / "run")
+    torch.testing.assert_close(torch.from_numpy(out), cqs.attention(query, key, value))
+
+
+def test_a_run_with_sinks_is_not_one_without(maps, save_every_block):
+    stop(maps, scores=cqs.Scores(sinks=torch.ones(2)))
+    with pytest.raises(ValueError, match="whose sinks is .* instead of None"):
+        cqs.streaming.attention(*maps, **RESUMED, out=np.load("out.npy", mmap_mode="r+"))

@@ -216,3 +216,11 @@ def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
     assert np.array_equal(out, expected)
     with open(file if way == "file" else "mine", "rb") as other:
         assert other.read() == mine
+
+
+def test_an_output_over_the_bias_is_refused():
+    tensors = [torch.zeros(1, 1, 20, 8) for _ in range(3)]
+    bias = torch.zeros(1, 1, 20, 20)
+    scores, out = cqs.Scores(bias=bias), bias.view(-1)[:160].view(1, 1, 20, 8)
+    with pytest.raises(ValueError, match="^out must share neither"):
+        cqs.streaming.attention(*tensors, device="cpu", scores=scores, out=out)

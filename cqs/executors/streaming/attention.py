@@ -20,7 +20,7 @@ from cqs.executors.streaming.sources import InFile, Source, as_source, as_target
 from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
-from cqs.problem.scores import Scores
+from cqs.problem.scores import Scores, take_apart
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import choose_backend
 
@@ -153,7 +153,8 @@ def attention(
         return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-    target: Any = as_target(out, shape, dtype, sources)
+    of_scores = [each for each in take_apart(scores)[0] if each is not None]
+    target: Any = as_target(out, shape, dtype, [*sources, *of_scores])
     if resume is not None and isinstance(target, Tensor):
         raise ValueError("out must be in a file if resume= is given, got a tensor in memory")
     lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")

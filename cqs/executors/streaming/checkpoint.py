@@ -294,7 +294,8 @@ class Checkpoint:
 
     def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
         """Continue from the journal of an interrupted run; see the constructor for errors."""
-        for name, value in self._request.items():
+        for name in {**self._request, **first["request"]}:  # options may be given in one alone
+            value = self._request.get(name)
             if first["request"].get(name) != value:
                 raise ValueError(
                     f"resume must be the directory of this computation, got "

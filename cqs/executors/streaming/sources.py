@@ -218,7 +218,7 @@ def write_rows(target: Target, batch: int, heads: range, rows: range, values: Te
         target[batch, heads.start : heads.stop, rows.start : rows.stop] = values
     else:
         for head, of_head in zip(heads, values, strict=True):
-            target.write(batch, head, rows, of_head)
+            target.write(batch, head, rows, of_head.contiguous())
 
 
 def as_source(name: str, tensor: Any) -> Tensor | Source:
@@ -292,7 +292,9 @@ def as_target(
     read = chain.from_iterable(_extents(source, is_written=False) for source in sources)
     for (space, start, stop), (other, first, last) in product(written, read):
         if space == other and start < last and first < stop:
-            raise ValueError("out must share neither memory nor a file with query, key and value")
+            raise ValueError(
+                "out must share neither memory nor a file with query, key and value, or scores"
+            )
     return target
 
 
