@@ -364,17 +364,19 @@ def test_slopes_keep_float64():
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["sinks", "bias", "score_mod"])
+@pytest.mark.parametrize("name", ["sinks", "bias", "score_mod", "alibi_slopes"])
 def test_writes_between_the_passes_raise(name):
     problem = CASE.make(torch.float64)
     leaf = torch.zeros(4, 1, 1, dtype=torch.float64, requires_grad=True)
     values = {
         "sinks": leaf.view(4),
         "bias": leaf,
+        "alibi_slopes": leaf.detach().view(4),
         "score_mod": lambda score, batch, head, query, key: score + leaf[head, 0, 0],
     }
     scores = cqs.Scores(**{name: values[name]})
-    output = cqs.attention(problem.query, problem.key, problem.value, scores=scores)
+    query = problem.query.requires_grad_()
+    output = cqs.attention(query, problem.key, problem.value, scores=scores)
     with torch.no_grad():
         leaf.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -120,7 +120,8 @@ class _Attention(torch.autograd.Function):
             replace(problem, query=query, key=key, value=value, sinks=sinks)
         )
         of_sinks = () if sinks is None else (sinks, *answer)
-        ctx.save_for_backward(*kept, *of_sinks, *leaves)  # leaves: PyTorch checks for writes
+        watched = () if problem.terms is None else problem.terms.watched
+        ctx.save_for_backward(*kept, *of_sinks, *leaves, *watched)  # PyTorch notices writes
         ctx.num_kept = len(kept)
         ctx.mark_non_differentiable(answer.lse)
         ctx.differentiate = differentiate

@@ -86,6 +86,8 @@ def flex_attention(
     if return_aux is not None:
         if return_lse:
             raise ValueError("return_lse must be False with return_aux, got True")
+        if not hasattr(return_aux, "max_scores"):
+            raise TypeError(f"return_aux must be an AuxRequest or None, got {return_aux!r}")
         if return_aux.max_scores:
             raise NotImplementedError(
                 "return_aux must not request max_scores: tasks keep the log-sum-exp alone"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getclosurevars, isfunction, ismethod
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,12 @@ class ScoreTerms:
         if self.bias is None or not self.bias_requires_grad:
             return self.captured
         return self.bias, *self.captured
+
+    @property
+    def watched(self) -> tuple[Tensor, ...]:
+        """Tensors that must not be written to between the passes, besides the bias."""
+        slopes = () if self.alibi_slopes is None else (self.alibi_slopes,)
+        return *slopes, *(() if self.score_mod is None else captured_tensors(self.score_mod))
 
     def part(self, row: slice, heads: slice) -> "ScoreTerms":
         """Return the terms of some batch elements and query heads."""
@@ -301,7 +307,7 @@ def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iter
     elif isinstance(function, torch.nn.Module):
         yield from function.parameters()
         yield from captured_tensors([e for e in vars(function).values() if isinstance(e, Tensor)])
-    elif isinstance(function, (tuple, list)):
+    elif isinstance(function, (tuple, list, set, frozenset)):
         for each in function:
             yield from captured_tensors(each, seen)
     elif isinstance(function, dict):
@@ -314,12 +320,21 @@ def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iter
     elif isfunction(function):
         found = getclosurevars(function)
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-        of_names = *found.nonlocals.values(), *found.globals.values()
+        names = dict.fromkeys(_names_of(function.__code__))
+        of_names = *found.nonlocals.values(), *map(function.__globals__.get, names)
         yield from captured_tensors([*of_names, *defaults], seen)
     elif not isinstance(function, type | ModuleType):  # attributes of any other object
         yield from (
             each for each in getattr(function, "__dict__", {}).values() if isinstance(each, Tensor)
         )
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and the functions within it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
 
 
 def _digest(tensor: Tensor) -> str:

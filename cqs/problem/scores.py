@@ -11,7 +11,7 @@ from torch import Tensor
 from cqs.arguments import to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
-from cqs.problem.tensors import DTYPES, dense_value
+from cqs.problem.tensors import DTYPES, check_untransformed, dense_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,7 @@ def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | N
     if not isinstance(tensor, Tensor):
         raise TypeError(f"scores.{name} must be a tensor or None, got {type(tensor).__name__}")
     tensor = dense_value(f"scores.{name}", tensor)
+    check_untransformed(f"scores.{name}", tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"scores.{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"

@@ -28,6 +28,16 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+    check_untransformed(name, tensor)
+    for attribute in ("dtype", "device") if query is not None else ():
+        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
+        if found != wanted:
+            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
+    return tensor
+
+
+def check_untransformed(name: str, tensor: Tensor) -> None:
+    """Raise NotImplementedError for a tensor of forward-mode or functorch derivatives."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
@@ -37,11 +47,6 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
         raise NotImplementedError(
             f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
         )
-    for attribute in ("dtype", "device") if query is not None else ():
-        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
-        if found != wanted:
-            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
-    return tensor
 
 
 def dense_value(name: str, tensor: Tensor) -> Tensor:

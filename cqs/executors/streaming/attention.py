@@ -129,7 +129,8 @@ def attention(
         )
     if needs_grad and not out is resume is None:
         raise ValueError(
-            "query, key and value must not require gradients with out= or resume=: detach them"
+            "query, key, value and scores must not require gradients with out= or resume=: detach "
+            "their tensors"
         )
     if resume is not None and problem.terms is not None and problem.terms.score_mod is not None:
         raise ValueError(
