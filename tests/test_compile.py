@@ -333,7 +333,7 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
 
 
 HANDLE, SEED = torch.from_numpy(DOCUMENTS.handle), torch.tensor(5)
-OPTIONS = (True, None, 2.0, 0.3, 7, "rows", None, False, False)
+OPTIONS = (True, None, 2.0, False, 0.3, 7, "rows", None, False, False)
 
 
 @pytest.mark.parametrize("batches", [(2, 2, 2), (1, 2, 2)], ids=str)
@@ -345,8 +345,8 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
     attend = local.dense_attention if is_dense else local.attention
     tensors = operands(dtype=torch.float64, batches=batches)
     sinks = torch.randn(tensors[0].shape[1], requires_grad=True) if has_sinks else None
-    where = (sinks, None, None) if is_dense else (sinks, HANDLE, SEED)
-    options = (True, None, None, 0.0, *OPTIONS[4:]) if is_dense else OPTIONS
+    where = (sinks, None, None, *((None, None) if is_dense else (HANDLE, SEED)))
+    options = (True, None, None, False, 0.0, *OPTIONS[5:]) if is_dense else OPTIONS
     opcheck(attend, (*tensors, *where, *options))
     tensors = [each.detach() for each in tensors]
     where = (None if sinks is None else sinks.detach(), *where[1:])

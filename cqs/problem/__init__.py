@@ -262,8 +262,10 @@ def check_problem(
         sizes = batch, num_heads, query.shape[2], key.shape[2]
         attn_mask = check_mask(attn_mask)
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
+    if type(is_causal) is not bool:
+        is_causal = as_bool("is_causal", is_causal)
     is_causal, pattern = check_pattern(
-        pattern, as_bool("is_causal", is_causal), batch, num_heads, query.shape[2], key.shape[2]
+        pattern, is_causal, batch, num_heads, query.shape[2], key.shape[2]
     )
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))

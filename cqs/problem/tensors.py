@@ -17,7 +17,10 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    tensor = dense_value(name, tensor)
+    dispatch = type(tensor).__torch_dispatch__
+    is_dense = tensor.layout == torch.strided and dispatch is Tensor.__torch_dispatch__
+    if not is_dense or tensor.is_nested or tensor._is_zerotensor() or tensor.is_neg():
+        tensor = dense_value(name, tensor)
     if tensor.ndim != 4:
         raise ValueError(
             f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
@@ -28,7 +31,8 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
-    check_untransformed(name, tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0:
+        check_untransformed(name, tensor)
     for attribute in ("dtype", "device") if query is not None else ():
         wanted, found = getattr(query, attribute), getattr(tensor, attribute)
         if found != wanted:
