@@ -20,10 +20,10 @@ _ADVICE = {
     ("k",): "pass key, [batch, num_kv_heads, seqlen, head_dim]",
     ("v",): "pass value, [batch, num_kv_heads, seqlen, value_dim]",
     ("attn_mask", "attention_mask", "mask", "key_padding_mask"): (
-        "pass pattern=cqs.patterns.from_mask(mask) to cqs.attention, or scores=cqs.Scores(bias="
-        "mask) for floating-point values"
+        "pass pattern=cqs.patterns.from_mask(mask), or scores=cqs.Scores(bias=mask) for "
+        "floating-point values"
     ),
-    ("attn_bias", "bias"): "pass scores=cqs.Scores(bias=bias) to cqs.attention",
+    ("attn_bias", "bias"): "pass scores=cqs.Scores(bias=bias)",
     ("pattern",): "pass it to cqs.attention",
     ("block_mask",): "pass pattern=cqs.patterns.from_block_mask(block_mask)",
     ("is_causal", "causal"): "pass is_causal to cqs.attention",

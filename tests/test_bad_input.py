@@ -155,6 +155,12 @@ SCORES = {
     "softcap-nan": (scored(softcap=float("nan")), ValueError, r"softcap .* got nan"),
     "softcap-bool": (scored(softcap=True), TypeError, r"softcap must be a number .* got True"),
     "softcap-tensor": (scored(softcap=torch.tensor(1.0)), TypeError, r"softcap .* got tensor"),
+    "softcap-beyond-float32": (
+        scored(softcap=1e300),
+        ValueError,
+        r"softcap must be between 1e-30 and 1e\+30, got 1e\+300",
+    ),
+    "softcap-tiny": (scored(softcap=1e-40), ValueError, "softcap must be between .* got 1e-40"),
     "softcap-huge": (scored(softcap=10**400), ValueError, "softcap must be positive and finite"),
     "slopes-list": (scored(alibi_slopes=[1.0] * 4), TypeError, r"alibi_slopes .* got list"),
     "slopes-int": (scored(alibi_slopes=tensor(4, dtype=int)), TypeError, "alibi_slopes .*int64"),

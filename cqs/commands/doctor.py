@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
             for dtype in _DTYPES:
                 print(f"    {str(dtype).removeprefix('torch.')}: {_diagnose(name, dtype, device)}")
     if options.all:
-        print("\nfeatures by backend; every executor supports them all:")
+        print("\nfeatures by backend, on every executor; shards and submit have no gradients:")
         rows = [[cell.replace("`", "") for cell in row] for row in feature_table()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:

@@ -33,7 +33,7 @@ def pieces_of(steps: Sequence[Step], *, has_rows: bool, has_columns: bool) -> li
 
 def pack(terms: ScoreTerms, tensor: Tensor, pieces: Iterable[Piece]) -> Tensor:
     """Return blocks of a bias, or of its sum, one after another."""
-    found = [terms.cut(tensor, *piece).reshape(-1) for piece in pieces]
+    found = [block.reshape(-1) for block in places(terms, tensor, pieces)]
     return torch.cat(found) if found else tensor.new_empty(0)
 
 

@@ -13,6 +13,9 @@ from cqs.partial import Partial, lse_dtype
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
 from cqs.problem.tensors import DTYPES, check_untransformed, dense_value
 
+_LEAST_CAP = 1e-30
+"""Smallest soft cap; kernels compute it and its reciprocal in float32."""
+
 
 @dataclass(frozen=True, eq=False)
 class Scores:
@@ -141,6 +144,10 @@ def _check_softcap(softcap: float | None) -> float:
     number = to_float(softcap, "scores.softcap must be a number or None")
     if not 0 < number < math.inf:
         raise ValueError(f"scores.softcap must be positive and finite, got {softcap}")
+    if not _LEAST_CAP <= number <= 1 / _LEAST_CAP:
+        raise ValueError(
+            f"scores.softcap must be between {_LEAST_CAP:g} and {1 / _LEAST_CAP:g}, got {softcap}"
+        )
     return number
 
 
