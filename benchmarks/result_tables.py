@@ -580,7 +580,9 @@ def transformer_outcomes() -> str:
     """Numbers of families of transformers by outcome."""
     rows = rows_of("transformers-families")
     meanings = {
-        "computed": "outputs and gradients are those of eager attention",
+        "computed": (
+            "outputs and gradients equal those of eager attention, or of `sdpa` where noted below"
+        ),
         "refused": "an error names the layer and the reason",
         "own attention": "no layer uses the `AttentionInterface`; results do not change",
         "no attention": "the models have no attention",
