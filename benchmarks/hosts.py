@@ -247,13 +247,13 @@ class Hosts:
             os._exit(1)  # threads of a process group may wait for ranks that are gone
 
 
-def link_bytes() -> int:
-    """Return the bytes that the link of this process's host has sent, with headers."""
+def link_bytes(interface: str) -> int:
+    """Return the bytes that a network interface of this process's host has sent, with headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
-        if name.strip() == INTERFACE:
+        if name.strip() == interface:
             return int(counters.split()[8])
-    raise ValueError(f"there is no interface named {INTERFACE}; start processes by Hosts")
+    raise ValueError(f"there is no interface named {interface}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
