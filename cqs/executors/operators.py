@@ -125,29 +125,40 @@ def read_pattern(handle: Tensor) -> Pattern:
     return pattern
 
 
-@torch.library.custom_op("cqs::documents", mutates_args=(), tags=HOST_TAGS)
+def handle_operator(name: str) -> Callable[[Callable[..., Tensor]], Any]:
+    """Define an operator ``torch.ops.cqs.<name>`` that returns the handle of a pattern."""
+
+    def define(make: Callable[..., Tensor]) -> Any:
+        operator = torch.library.custom_op(f"cqs::{name}", make, mutates_args=(), tags=HOST_TAGS)
+        operator.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
+        return operator
+
+    return define
+
+
+@handle_operator("documents")
 def _documents(
     cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = None, *, is_causal: bool = True
 ) -> Tensor:
     return new_handle_tensor(documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal))
 
 
-@torch.library.custom_op("cqs::padded", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("padded")
 def _padded(lengths: Tensor, lengths_kv: Tensor | None = None) -> Tensor:
     return new_handle_tensor(padded(lengths, lengths_kv))
 
 
-@torch.library.custom_op("cqs::from_mask", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("from_mask")
 def _from_mask(mask: Tensor) -> Tensor:
     return new_handle_tensor(from_mask(mask))
 
 
-@torch.library.custom_op("cqs::combine", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("combine")
 def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
     return new_handle_tensor(combine(operator, read_pattern(left), read_pattern(right)))
 
 
-@torch.library.custom_op("cqs::numbered", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("numbered")
 def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tensor:
     """Make a pattern of numbers that differ between runs, such as a part of the length.
 
@@ -161,10 +172,6 @@ def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tenso
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
     return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))
-
-
-for _maker in (_documents, _padded, _from_mask, _combine, _numbered):
-    _maker.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
 
 
 def plan_text(plan: Kind | str | None) -> str | None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import cqs.distributed
 from cqs.api import attention
 from cqs.executors.distributed.agreement import errors_shared
-from cqs.executors.operators import HOST_TAGS, new_handle_tensor, read_pattern
+from cqs.executors.operators import handle_operator, new_handle_tensor, read_pattern
 from cqs.integrations import diffusers_parallel, masks
 from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.masks import as_array
@@ -173,16 +173,11 @@ def _pattern_of(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: 
     return InGraph(read_pattern, (handle,), {})
 
 
-@torch.library.custom_op("cqs::diffusers_mask", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("diffusers_mask")
 def _make_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Tensor:
     resolve: Any = dist.distributed_c10d._resolve_process_group
     joined = resolve(group) if group else None
     return new_handle_tensor(_read_mask(mask, batch, seqlen_q, seqlen_kv, joined))
-
-
-@_make_in_graph.register_fake
-def _(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
 
 
 def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.operators import HOST_TAGS, handle_of, new_handle_tensor, read_pattern
+from cqs.executors.operators import handle_of, handle_operator, new_handle_tensor, read_pattern
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import GraphMask
 from cqs.patterns import Pattern, documents, sliding_window
@@ -79,7 +79,7 @@ def _of_handle(handle: Tensor) -> Pattern:
     return InGraph(read_pattern, (handle,), {})
 
 
-@torch.library.custom_op("cqs::transformers_mask", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("transformers_mask")
 def _make_mask(
     pattern: Tensor,
     visible: Tensor | None,
@@ -115,11 +115,6 @@ def _make_mask(
     return new_handle_tensor(whole)
 
 
-@_make_mask.register_fake
-def _(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
-
-
 def unstacked(pattern: Pattern) -> Pattern:
     """Return the pattern of batch elements in place of that of the batch as one sequence."""
     if isinstance(pattern, InGraph):
@@ -127,14 +122,9 @@ def unstacked(pattern: Pattern) -> Pattern:
     return masks.by_batch(pattern.rows) if isinstance(pattern, masks.Stacked) else pattern
 
 
-@torch.library.custom_op("cqs::unstacked", mutates_args=(), tags=HOST_TAGS)
+@handle_operator("unstacked")
 def _unstack(pattern: Tensor) -> Tensor:
     return new_handle_tensor(unstacked(read_pattern(pattern)))
-
-
-@_unstack.register_fake
-def _(_: Tensor) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
 
 
 def pattern_of(attention_mask: Tensor | None) -> GraphMask | None:
