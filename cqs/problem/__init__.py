@@ -15,10 +15,10 @@ from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
-from cqs.problem.masks import add_mask, check_mask, check_pattern
+from cqs.problem.masks import add_mask, check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, check_scores
-from cqs.problem.tensors import check_tensor
+from cqs.problem.tensors import check_tensor, dense_option
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
@@ -260,7 +260,7 @@ def check_problem(
         )
     if attn_mask is not None:
         sizes = batch, num_heads, query.shape[2], key.shape[2]
-        attn_mask = check_mask(attn_mask)
+        attn_mask = dense_option("attn_mask", attn_mask)
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     if type(is_causal) is not bool:
         is_causal = as_bool("is_causal", is_causal)

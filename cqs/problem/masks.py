@@ -7,14 +7,7 @@ from torch import Tensor
 
 from cqs.patterns import Pattern, causal, from_mask, sliding_window
 from cqs.problem.scores import Scores, check_is_scores
-from cqs.problem.tensors import DTYPES, dense_value
-
-
-def check_mask(attn_mask: Tensor) -> Tensor:
-    """Return a mask whose memory has its values, or raise TypeError."""
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
-    return dense_value("attn_mask", attn_mask)
+from cqs.problem.tensors import check_kind, with_four_dimensions
 
 
 def add_mask(
@@ -38,22 +31,10 @@ def add_mask(
         TypeError: ``attn_mask`` has another dtype.
         ValueError: ``attn_mask`` has another shape or device, or ``scores`` has a bias too.
     """
-    if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(
-            f"attn_mask must be bool, float64, float32, bfloat16 or float16, got {attn_mask.dtype}"
-        )
-    shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, sizes, strict=True)):
-        raise ValueError(
-            "attn_mask must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
-            f"{list(sizes)}, got {list(attn_mask.shape)}"
-        )
-    if attn_mask.device != device:
-        raise ValueError(
-            f"attn_mask must be on the device of query, {device}, got {attn_mask.device}"
-        )
+    check_kind("attn_mask", attn_mask, device, allows_bool=True)
+    rows = with_four_dimensions("attn_mask", attn_mask, sizes)
     if attn_mask.dtype == torch.bool:
-        visible = from_mask(attn_mask.view(shape).expand(*shape[:2], *sizes[2:]))
+        visible = from_mask(rows.expand(-1, -1, *sizes[2:]))
         if pattern is None:
             return visible, scores
         check_is_pattern(pattern)
