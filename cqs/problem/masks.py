@@ -52,22 +52,14 @@ def add_mask(
 
 
 def check_pattern(
-    pattern: Pattern | None,
-    is_causal: bool,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
+    pattern: Pattern | None, is_causal: bool, *sizes: int
 ) -> tuple[bool, Pattern | None]:
     """Validate a pattern and intersect it with the causal mask.
 
     Args:
         pattern: A pattern, or ``None`` for dense attention.
         is_causal: Whether to intersect the pattern with the causal mask.
-        batch: Number of batch elements.
-        num_heads: Number of query heads.
-        seqlen_q: Number of queries.
-        seqlen_kv: Number of keys.
+        sizes: Batch, query heads, queries and keys.
 
     Returns:
         Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
@@ -82,15 +74,13 @@ def check_pattern(
     check_is_pattern(pattern)
     if pattern == causal():
         return True, None
-    for name, has, needed in zip(
-        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
-    ):
+    for name, has, needed in zip(("batch", "num_heads"), sizes, pattern.heads, strict=False):
         if needed not in (1, has):
             raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
     if is_causal:
         pattern = pattern & causal()
     for batch_element, head in product(*map(range, pattern.heads)):
-        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
+        pattern.head(batch_element, head).bind(*sizes[2:])  # validates the lengths
     return False, pattern
 
 
