@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from cqs.executors.operators import handle_of, handle_operator, new_handle_tensor, read_pattern
 from cqs.integrations import masks
-from cqs.integrations.pattern_mask import GraphMask
+from cqs.integrations.pattern_mask import KnownMask
 from cqs.patterns import Pattern, documents, sliding_window
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import InGraph
@@ -55,7 +55,7 @@ def with_pattern(
         name = _name()
     if not name:
         handle = torch.ops.cqs.from_mask(dense)
-        dense.cqs = GraphMask(_of_handle(handle), False, False)  # type: ignore[attr-defined]
+        dense.cqs = KnownMask(_of_handle(handle), False, False)  # type: ignore[attr-defined]
         return dense
     visible = joined = None
     if attention_mask is not None:
@@ -69,7 +69,7 @@ def with_pattern(
     handle = _make_mask(handle_of(_pattern()), visible, joined, q_length, kv_length, batch)
     is_plain = visible is None and joined is None
     pattern = _of_handle(handle)
-    dense.cqs = GraphMask(  # type: ignore[attr-defined]
+    dense.cqs = KnownMask(  # type: ignore[attr-defined]
         pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
     )
     return dense
@@ -127,9 +127,9 @@ def _unstack(pattern: Tensor) -> Tensor:
     return new_handle_tensor(unstacked(read_pattern(pattern)))
 
 
-def pattern_of(attention_mask: Tensor | None) -> GraphMask | None:
+def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     """Return the pattern of a mask that this graph has made, unless an operation changed it."""
-    found: GraphMask | None = getattr(attention_mask, "cqs", None)
+    found: KnownMask | None = getattr(attention_mask, "cqs", None)
     if found is None:
         return None
     from torch._dynamo.comptime import comptime
