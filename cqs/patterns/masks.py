@@ -12,13 +12,7 @@ from cqs.arguments import as_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.pattern import (
-    Lengths,
-    Pattern,
-    content_digest,
-    made_in_graphs,
-    per_head,
-)
+from cqs.patterns.pattern import Lengths, Pattern, content_digest, made_in_graphs, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.positions import as_list
 from cqs.uncompiled import uncompiled
