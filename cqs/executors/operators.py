@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cqs import patterns
 from cqs.partial import Gradients
-from cqs.patterns import Pattern, documents, from_mask, padded
+from cqs.patterns import Pattern
 from cqs.patterns.handle import new_handle, read_handle
 from cqs.patterns.pattern import InGraph, combine
 from cqs.problem.masks import check_is_pattern
@@ -52,34 +52,37 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
     if pattern.make is read_pattern:  # an operator has made it before
         handle: Tensor = arguments[0]
         return handle
-    if pattern.operator is not None:
-        operator: Callable[..., Tensor] = getattr(torch.ops.cqs, pattern.operator)
-        return operator(*map(_operand, arguments), **{k: _operand(v) for k, v in options.items()})
-    if torch.compiler.is_dynamo_compiling():
+    numbers: list[int] = []
+    tensors: list[Any] = []
+    template = _template([*arguments, *options.values()], numbers, tensors)
+    is_constant = not tensors
+    if is_constant and torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        numbers: list[int] = []
-        template = _template([*arguments, *options.values()], numbers)
         comptime(_look_at_numbers)
-        if not _are_constant():
-            handle = _numbered(pattern.make.__name__, " ".join(options), template, numbers)
-            return handle
-    return handle_of(_make_constant(pattern.make, *arguments, **options))
+        is_constant = _are_constant()
+    if is_constant:
+        return handle_of(_make_constant(pattern.make, *arguments, **options))
+    handle = _made(pattern.make.__name__, " ".join(options), template, numbers, tensors)
+    return handle
 
 
-def _operand(argument: Any) -> Any:
-    """Return an argument of an operator: handles for patterns, and tensors for lists."""
-    if isinstance(argument, Pattern):
-        return handle_of(argument)
-    return torch.tensor(argument) if isinstance(argument, (list, tuple)) else argument
+def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
+    """Return the literal of arguments, without integers, tensors and patterns.
 
-
-def _template(value: Any, numbers: list[int]) -> str:
-    """Return the literal of arguments with "{}" for each integer, which is added to ``numbers``."""
+    Integers are added to ``numbers`` and replaced by "{}", tensors are added to ``tensors`` and
+    replaced by an ellipsis, and so are handles of patterns, replaced by an empty bytes literal.
+    """
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join([_template(each, numbers) for each in value]) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value)
+        return "[" + ", ".join([_template(each, numbers, tensors) for each in value]) + "]"
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, Pattern):
+        tensors.append(handle_of(value))
+        return "b''"
+    if not isinstance(value, int) and hasattr(value, "dtype"):  # a symbol is an int
+        tensors.append(torch.as_tensor(value))
+        return "..."
     numbers.append(value)
     return "{}"
 
@@ -136,42 +139,28 @@ def handle_operator(name: str) -> Callable[[Callable[..., Tensor]], Any]:
     return define
 
 
-@handle_operator("documents")
-def _documents(
-    cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = None, *, is_causal: bool = True
+@handle_operator("made")
+def _made(
+    name: str, names: str, template: str, numbers: list[int], tensors: list[Tensor]
 ) -> Tensor:
-    return new_handle_tensor(documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal))
-
-
-@handle_operator("padded")
-def _padded(lengths: Tensor, lengths_kv: Tensor | None = None) -> Tensor:
-    return new_handle_tensor(padded(lengths, lengths_kv))
-
-
-@handle_operator("from_mask")
-def _from_mask(mask: Tensor) -> Tensor:
-    return new_handle_tensor(from_mask(mask))
-
-
-@handle_operator("combine")
-def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
-    return new_handle_tensor(combine(operator, read_pattern(left), read_pattern(right)))
-
-
-@handle_operator("numbered")
-def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tensor:
-    """Make a pattern of numbers that differ between runs, such as a part of the length.
+    """Make a pattern of tensors, or of numbers that differ between runs, such as a length.
 
     Args:
-        name: Name of the function in :mod:`cqs.patterns`.
+        name: Name of the function in :mod:`cqs.patterns`, or ``combine``.
         names: Names of the last arguments, separated by spaces.
-        template: Literal of the list of all arguments, with "{}" in place of integers.
+        template: Literal of the list of all arguments, see :func:`_template`.
         numbers: The integers.
+        tensors: The tensors, and handles of the patterns.
     """
+    unread = iter(tensors)
     given = literal_eval(template.format(*numbers))
+    for i, each in enumerate(given):
+        if each in (..., b""):
+            given[i] = next(unread) if each is ... else read_pattern(next(unread))
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
-    return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))
+    make = combine if name == "combine" else getattr(patterns, name)
+    return new_handle_tensor(make(*given[:first], **options))
 
 
 def plan_text(plan: Kind | str | None) -> str | None:

@@ -54,7 +54,7 @@ def with_pattern(
         comptime(_recognise)
         name = _name()
     if not name:
-        handle = torch.ops.cqs.from_mask(dense)
+        handle = torch.ops.cqs.made("from_mask", "", "[...]", [], [dense])
         dense.cqs = KnownMask(_of_handle(handle), False, False)  # type: ignore[attr-defined]
         return dense
     visible = joined = None
