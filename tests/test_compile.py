@@ -365,13 +365,19 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("documents", "", "[...]", [], [torch.tensor([0, 4, 9])]),
-        ("padded", "", "[..., ...]", [], [torch.tensor([4, 9]), torch.tensor([2, 0])]),
-        ("from_mask", "", "[...]", [], [MASK]),
-        ("combine", "", "['&', b'', b'']", [], [HANDLE, HANDLE]),
-        ("sliding_window", "right", "[{}, None]", [3], []),
+        ("cqs.patterns.positions:documents", "", "[...]", [], [torch.tensor([0, 4, 9])]),
+        (
+            "cqs.patterns.positions:padded",
+            "",
+            "[..., ...]",
+            [],
+            [torch.tensor([4, 9]), torch.tensor([2, 0])],
+        ),
+        ("cqs.patterns.masks:from_mask", "", "[...]", [], [MASK]),
+        ("cqs.patterns.pattern:combine", "", "['&', b'', b'']", [], [HANDLE, HANDLE]),
+        ("cqs.patterns.positions:sliding_window", "right", "[{}, None]", [3], []),
     ],
-    ids=lambda each: each[0],
+    ids=lambda each: each[0].partition(":")[2],
 )
 def test_the_operator_of_patterns_passes_opcheck(arguments):
     from cqs.executors import operators  # noqa: F401

@@ -5,18 +5,18 @@ of plans become names, and the random seed of dropout becomes a tensor.
 """
 
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs import patterns
 from cqs.partial import Gradients
 from cqs.patterns import Pattern
 from cqs.patterns.handle import new_handle, read_handle
-from cqs.patterns.pattern import InGraph, combine
+from cqs.patterns.pattern import InGraph
 from cqs.problem.masks import check_is_pattern
 from cqs.scheduler import Kind
 from cqs.scheduler.kinds import read_kind
@@ -63,7 +63,8 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
         is_constant = _are_constant()
     if is_constant:
         return handle_of(_make_constant(pattern.make, *arguments, **options))
-    handle = _made(pattern.make.__name__, " ".join(options), template, numbers, tensors)
+    maker = f"{pattern.make.__module__}:{pattern.make.__name__}"
+    handle = _made(maker, " ".join(options), template, numbers, tensors)
     return handle
 
 
@@ -117,50 +118,48 @@ for _function in (_are_constant, _make_constant):
     _function._dynamo_marked_constant = True
 
 
-def new_handle_tensor(pattern: Pattern) -> Tensor:
-    """Return a new handle of a pattern."""
-    return torch.from_numpy(new_handle(pattern))
-
-
 def read_pattern(handle: Tensor) -> Pattern:
     """Return the pattern of a handle."""
     pattern: Pattern = read_handle(handle.numpy())
     return pattern
 
 
-def handle_operator(name: str) -> Callable[[Callable[..., Tensor]], Any]:
-    """Define an operator ``torch.ops.cqs.<name>`` that returns the handle of a pattern."""
-
-    def define(make: Callable[..., Tensor]) -> Any:
-        operator = torch.library.custom_op(f"cqs::{name}", make, mutates_args=(), tags=HOST_TAGS)
-        operator.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
-        return operator
-
-    return define
-
-
-@handle_operator("made")
+@torch.library.custom_op("cqs::made", mutates_args=(), tags=HOST_TAGS)
 def _made(
-    name: str, names: str, template: str, numbers: list[int], tensors: list[Tensor]
+    maker: str, names: str, template: str, numbers: list[int], tensors: list[Tensor]
 ) -> Tensor:
     """Make a pattern of tensors, or of numbers that differ between runs, such as a length.
 
     Args:
-        name: Name of the function in :mod:`cqs.patterns`, or ``combine``.
+        maker: Module and name of the function that makes the pattern, separated by a colon.
         names: Names of the last arguments, separated by spaces.
         template: Literal of the list of all arguments, see :func:`_template`.
         numbers: The integers.
         tensors: The tensors, and handles of the patterns.
     """
-    unread = iter(tensors)
-    given = literal_eval(template.format(*numbers))
-    for i, each in enumerate(given):
-        if each in (..., b""):
-            given[i] = next(unread) if each is ... else read_pattern(next(unread))
+    module, _, name = maker.partition(":")
+    given = _filled(literal_eval(template.format(*numbers)), iter(tensors))
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
-    make = combine if name == "combine" else getattr(patterns, name)
-    return new_handle_tensor(make(*given[:first], **options))
+    pattern = getattr(import_module(module), name)(*given[:first], **options)
+    return torch.from_numpy(new_handle(pattern))
+
+
+_made.register_fake(lambda *_: torch.empty(1, dtype=torch.float64, device="cpu"))
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the arguments of a template, with the tensors and patterns in their places."""
+    if isinstance(value, list):
+        return [_filled(each, tensors) for each in value]
+    if value is ...:
+        return next(tensors)
+    return read_pattern(next(tensors)) if value == b"" else value
+
+
+def made_once(make: Callable[..., Pattern], *arguments: Any) -> Pattern:
+    """Return a pattern that one operator of the graph that is being traced makes for all uses."""
+    return InGraph(read_pattern, (handle_of(InGraph(make, arguments, {})),), {})
 
 
 def plan_text(plan: Kind | str | None) -> str | None:
