@@ -64,9 +64,9 @@ def run(
 ) -> None:
     """Verify and time methods on hosts in network namespaces, one process for each rank.
 
-    Tensors are float32, with 8 heads of 64. The rows have the bytes that the busiest link sent and
-    received, from the counters of the interfaces, beside those that the plan of ``cqs`` promises,
-    and the time that the cost model predicts from the measured links.
+    Tensors are float32, with 8 heads of 64. The rows have the bytes that a link sent, by the
+    counters of its interface, and those that the plan of ``cqs`` promises. They also have the time
+    that the cost model predicts from the measured links.
 
     Args:
         tokens: Sequence length; ``None`` means about 1,680.
