@@ -13,10 +13,13 @@ from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import Agreement, Request, Shards, calls_on
-from cqs.executors.distributed.layout import Layout, cut_shards, lay_out
+from cqs.executors.distributed.batches import Batch
+from cqs.executors.distributed.bounded import Limit, lay_out_within
+from cqs.executors.distributed.layout import Layout, cut_shards
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
+from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
 from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
@@ -28,6 +31,7 @@ from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
+from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
 
 _MOST_SIGNATURES = 64
@@ -125,13 +129,14 @@ class PreparedCalls:
         try:
             if predicted is not None:
                 with suppress(_OtherShardsError):
-                    answer = self._attend(group, problem, predicted, Pass(number, confirm))
-                    confirm()  # at the latest
-                    return answer
+                    try:
+                        return self._attend(group, problem, predicted, Pass(number, confirm))
+                    finally:
+                        confirm()  # at the latest; an error may be that of other shards alone
             shards = _remember(self._predicted, own[:2], agree())
             return self._attend(group, problem, shards, Pass(number))
         except Exception:
-            agreement.wait()  # an error of which all ranks know comes first
+            agree()  # an error of which all ranks know comes first
             raise
 
     def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: Pass) -> Partial:
@@ -261,7 +266,7 @@ class _Placement:
 
     def layouts(self, part: Problem, values: Mapping[str, Any]) -> list[Layout]:
         """Return the layouts of all ranks for a part of the problem."""
-        return [self._lay_out(part, values, rank) for rank in range(len(self.shards.seqlens_q))]
+        return [self._lay_out(part, values, rank)[0] for rank in range(len(self.shards.seqlens_q))]
 
     def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
         """Return this rank's task of a part of the problem, without dropout and score terms."""
@@ -270,11 +275,19 @@ class _Placement:
         if pattern is not None:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
-        return RankTask(self.transport, self._lay_out(part, values, self.rank), worker)
+        layout, order, batches = self._lay_out(part, values, self.rank)
+        if order is None:
+            return RankTask(self.transport, layout, worker)
+        return StreamedTask(self.transport, layout, worker, batches, order.resident)
 
-    def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
+    def _lay_out(
+        self, part: Problem, values: Mapping[str, Any], rank: int
+    ) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
+        """Return the layout of a rank, and the order in which it receives tokens, if limited."""
         seqlens_q, seqlens_kv, *_ = self.shards
-        return lay_out(
+        limit = Limit(values["max_bytes"], part.shape, self.transport.has_buffer)
+        return lay_out_within(
+            limit,
             seqlens_q,
             seqlens_kv,
             rank,

@@ -1,0 +1,174 @@
+"""Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
+
+import math
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from cqs.executors.distributed.batches import Batch, CutPlan
+from cqs.executors.distributed.layout import Layout, Lengths, lay_out
+from cqs.patterns.bound_documents import BoundDocuments
+from cqs.scheduler import AttentionShape, Kind
+from cqs.scheduler.cost_model import Workload
+from cqs.scheduler.token_order import (
+    QUERIES,
+    TokenOrder,
+    predict_orders,
+    row_bytes,
+)
+
+
+class Limit(NamedTuple):
+    """The most bytes that a rank may hold for exchanges with others."""
+
+    max_bytes: int | None
+    """The limit; ``None`` means none."""
+    shape: AttentionShape
+    """Batch, heads, head dimensions and itemsize of the shards."""
+    has_buffer: bool
+    """Whether packed rows are in a send buffer of a fixed size."""
+
+
+@lru_cache(maxsize=64)
+def lay_out_within(
+    limit: Limit,
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    rank: int,
+    shape: AttentionShape,
+    **options: Any,
+) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
+    """Lay out attention for one rank in the fastest order that fits a limit.
+
+    Args:
+        limit: The limit.
+        seqlens_q: Number of queries in every rank's shard.
+        seqlens_kv: Number of keys in every rank's shard.
+        rank: The rank to lay out.
+        shape: Numbers of heads and head_dim.
+        options: Other arguments of :func:`lay_out`.
+
+    Returns:
+        The layout, and the order and its batches; ``None`` and no batches if the ranks receive all
+        tokens of a head chunk at once.
+
+    Raises:
+        ValueError: No order fits the limit; the message gives the smallest that one fits.
+    """
+    chosen = _choose(limit, seqlens_q, seqlens_kv, shape, **options)
+    if chosen is None:
+        return lay_out(seqlens_q, seqlens_kv, rank, shape, **options), None, ()
+    degree, kind, order = chosen
+    options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
+    layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **{**options, "with_gradients": True})
+    return layout, order, _cut(layout, degree).batches(order, rank)
+
+
+@lru_cache(maxsize=64)
+def _choose(
+    limit: Limit, seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, **options: Any
+) -> tuple[int, Kind, TokenOrder] | None:
+    """Return head-parallel degree, kind and order; ``None`` if the usual layout fits."""
+    if limit.max_bytes is None:
+        return None
+    num_ranks = len(seqlens_q)
+    usual, with_gradients = (
+        lay_out(seqlens_q, seqlens_kv, 0, shape, **options),
+        options["with_gradients"],
+    )
+    degree = num_ranks // usual.plan.num_tasks
+    if _usual_bytes(limit, usual, degree, with_gradients=with_gradients) <= limit.max_bytes:
+        return None
+
+    @cache
+    def cut(degree: int, kind: Kind) -> CutPlan:
+        chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
+        return _cut(lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen), degree)
+
+    least = math.inf
+    lengths = sum(seqlens_q), sum(seqlens_kv)
+    workload = Workload(
+        lengths[0], limit.shape, options["is_causal"], lengths[1], usual.plan.live_pairs
+    )
+    plan, passes = options["plan"], "both" if with_gradients else "forward"
+    plans = [plan]
+    if plan in (None, "any"):
+        pattern = usual.plan.pattern
+        bound = None if pattern is None else pattern.bind(*lengths)
+        plans = ["any", *(["documents"] if isinstance(bound, BoundDocuments) else [])]
+    predicted = predict_orders(
+        workload,
+        num_ranks,
+        options["machine"],
+        passes,
+        plans=plans,
+        head_parallel=options["head_parallel"],
+        most_chunks=options["num_chunks"],
+        num_units=lambda degree, kind: cut(degree, kind).num_units,
+    )
+    for (_, _, _, degree, kind), order in predicted:
+        assert kind is not None
+        part = workload.part(degree)
+        heads, kv_heads = (n // order.num_chunks for n in (part.num_heads, part.kv_heads))
+        most = cut(degree, kind).most_bytes(
+            order,
+            replace(part, num_heads=heads, num_kv_heads=kv_heads),
+            (degree, min(degree, limit.shape.kv_heads)),
+            with_gradients=with_gradients,
+            has_buffer=limit.has_buffer,
+        )
+        if most <= limit.max_bytes:
+            return degree, kind, order
+        least = min(least, most)
+    raise ValueError(
+        f"max_bytes must be at least {least} for these tensors and options, got {limit.max_bytes}"
+    )
+
+
+def _cut(layout: Layout, head_parallel: int) -> CutPlan:
+    shards = layout.of_queries.shards, layout.of_keys.shards
+    return CutPlan(layout.plan, shards, head_parallel)
+
+
+def _usual_bytes(
+    limit: Limit, layout: Layout, head_parallel: int, *, with_gradients: bool
+) -> float:
+    """Return a bound of the bytes that any rank holds if it receives head chunks as a whole.
+
+    It counts all results at once, and the inputs of as many head chunks as are in transit.
+
+    Args:
+        limit: The limit.
+        layout: The layout of any rank.
+        head_parallel: Head-parallel degree.
+        with_gradients: Whether a backward pass will follow.
+    """
+    num_chunks = len(layout.chunks)
+    part = Workload(0, limit.shape).part(head_parallel)
+    turns = min(4 if limit.has_buffer else 2, num_chunks) / num_chunks
+    flows = [
+        (numbers.sum(axis=0), numbers.sum(axis=1))
+        for numbers in (
+            each.numbers for each in (layout.of_queries, layout.of_keys, layout.of_results)
+        )
+    ]
+    of_results = flows[2]
+    inputs, (result, _), _ = row_bytes(part, is_backward=False)
+    pairs = list(zip(inputs, flows[:2], strict=True))
+    received = sum(each * flow[0] for each, flow in pairs)
+    sent = sum(each * flow[1] for each, flow in pairs)
+    shards = layout.of_queries.shards, layout.of_keys.shards
+    own = result * max(map(len, shards[QUERIES])) * (0 if layout.is_final else 2)
+    results = result * (of_results[0] + of_results[1])
+    if not with_gradients:
+        return float(max(turns * (received + sent) + results) + own)
+    kept = received + result * of_results[0] * layout.is_final
+    forward = kept + turns * sent + results + own
+    (of_queries, _), gradients, sums = row_bytes(part, is_backward=True)
+    backward = kept + turns * (of_queries - inputs[0]) * sum(flows[0])
+    for side in (0, 1):
+        there, back = flows[side]
+        backward = backward + (sums[side] + gradients[side]) / num_chunks * there
+        backward = backward + gradients[side] * (there + back)
+        backward = backward + head_parallel * sums[side] / num_chunks * max(map(len, shards[side]))
+    return float(max(max(forward), max(backward)))
