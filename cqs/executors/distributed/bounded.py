@@ -1,6 +1,5 @@
 """Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
 
-import math
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +22,9 @@ class Limit(NamedTuple):
 
     max_bytes: int | None
     """The limit; ``None`` means none."""
+    is_given: bool
+    """Whether the caller has set it. Otherwise it is the free memory, which the results of the
+    shard share, and the order with the fewest bytes is taken if none fits."""
     shape: AttentionShape
     """Batch, heads, head dimensions and itemsize of the shards."""
     has_buffer: bool
@@ -55,10 +57,15 @@ def lay_out_within(
     Raises:
         ValueError: No order fits the limit; the message gives the smallest that one fits.
     """
-    chosen = _choose(limit, seqlens_q, seqlens_kv, shape, **options)
-    if chosen is None:
-        return lay_out(seqlens_q, seqlens_kv, rank, shape, **options), None, ()
-    degree, kind, order = chosen
+    usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
+    if limit.max_bytes is None:
+        return usual, None, ()
+    most = limit.max_bytes
+    if not limit.is_given:
+        most -= _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
+    if _usual_bytes(limit, usual, **options) <= most:
+        return usual, None, ()
+    degree, kind, order = _choose(limit, most, seqlens_q, seqlens_kv, shape, **options)
     options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
     layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **{**options, "with_gradients": True})
     return layout, order, _cut(layout, degree).batches(order, rank)
@@ -66,39 +73,33 @@ def lay_out_within(
 
 @lru_cache(maxsize=64)
 def _choose(
-    limit: Limit, seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, **options: Any
-) -> tuple[int, Kind, TokenOrder] | None:
-    """Return head-parallel degree, kind and order; ``None`` if the usual layout fits."""
-    if limit.max_bytes is None:
-        return None
-    num_ranks = len(seqlens_q)
-    usual, with_gradients = (
-        lay_out(seqlens_q, seqlens_kv, 0, shape, **options),
-        options["with_gradients"],
-    )
-    degree = num_ranks // usual.plan.num_tasks
-    if _usual_bytes(limit, usual, degree, with_gradients=with_gradients) <= limit.max_bytes:
-        return None
+    limit: Limit,
+    most_allowed: int,
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    shape: AttentionShape,
+    **options: Any,
+) -> tuple[int, Kind, TokenOrder]:
+    """Return head-parallel degree, kind and order of the fastest order within a limit."""
+    with_gradients, pattern = options["with_gradients"], options["pattern"]
+    lengths = sum(seqlens_q), sum(seqlens_kv)
+    bound = None if pattern is None else pattern.bind(*lengths)
 
     @cache
     def cut(degree: int, kind: Kind) -> CutPlan:
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
         return _cut(lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen), degree)
 
-    least = math.inf
-    lengths = sum(seqlens_q), sum(seqlens_kv)
-    workload = Workload(
-        lengths[0], limit.shape, options["is_causal"], lengths[1], usual.plan.live_pairs
-    )
+    least = None
+    num_pairs = None if bound is None else bound.num_pairs
+    workload = Workload(lengths[0], limit.shape, options["is_causal"], lengths[1], num_pairs)
     plan, passes = options["plan"], "both" if with_gradients else "forward"
     plans = [plan]
     if plan in (None, "any"):
-        pattern = usual.plan.pattern
-        bound = None if pattern is None else pattern.bind(*lengths)
         plans = ["any", *(["documents"] if isinstance(bound, BoundDocuments) else [])]
     predicted = predict_orders(
         workload,
-        num_ranks,
+        len(seqlens_q),
         options["machine"],
         passes,
         plans=plans,
@@ -117,12 +118,31 @@ def _choose(
             with_gradients=with_gradients,
             has_buffer=limit.has_buffer,
         )
-        if most <= limit.max_bytes:
+        if least is None or most < least[0]:
+            least = most, (degree, kind, order)
+        if most <= most_allowed:
             return degree, kind, order
-        least = min(least, most)
+    assert least is not None, "there is an order for every plan"
+    if not limit.is_given:
+        return least[1]
     raise ValueError(
-        f"max_bytes must be at least {least} for these tensors and options, got {limit.max_bytes}"
+        f"max_bytes must be at least {least[0]} for these tensors and options, got "
+        f"{limit.max_bytes}"
     )
+
+
+def _result_bytes(
+    shape: AttentionShape,
+    seqlens_q: Lengths,
+    seqlens_kv: Lengths,
+    *,
+    with_gradients: bool,
+    **options: Any,
+) -> int:
+    """Return the most bytes of a rank's output and LSE, and of its gradients if required."""
+    queries, keys = max(seqlens_q), max(seqlens_kv)
+    gradients = shape.query_bytes(queries) + shape.key_bytes(keys)
+    return shape.result_bytes(queries) + with_gradients * gradients
 
 
 def _cut(layout: Layout, head_parallel: int) -> CutPlan:
@@ -130,20 +150,19 @@ def _cut(layout: Layout, head_parallel: int) -> CutPlan:
     return CutPlan(layout.plan, shards, head_parallel)
 
 
-def _usual_bytes(
-    limit: Limit, layout: Layout, head_parallel: int, *, with_gradients: bool
-) -> float:
+def _usual_bytes(limit: Limit, layout: Layout, *, with_gradients: bool, **options: Any) -> float:
     """Return a bound of the bytes that any rank holds if it receives head chunks as a whole.
 
     It counts all results at once, and the inputs of as many head chunks as are in transit.
 
     Args:
         limit: The limit.
-        layout: The layout of any rank.
-        head_parallel: Head-parallel degree.
+        layout: The layout of any rank, which all give the same bound.
         with_gradients: Whether a backward pass will follow.
+        options: Other arguments of :func:`lay_out`.
     """
     num_chunks = len(layout.chunks)
+    head_parallel = len(layout.of_queries.shards) // layout.plan.num_tasks
     part = Workload(0, limit.shape).part(head_parallel)
     turns = min(4 if limit.has_buffer else 2, num_chunks) / num_chunks
     flows = [
@@ -152,6 +171,8 @@ def _usual_bytes(
             each.numbers for each in (layout.of_queries, layout.of_keys, layout.of_results)
         )
     ]
+    if limit.has_buffer:  # the buffers of all ranks are as large as the largest
+        flows = [(there.max(keepdims=True), back.max(keepdims=True)) for there, back in flows]
     of_results = flows[2]
     inputs, (result, _), _ = row_bytes(part, is_backward=False)
     pairs = list(zip(inputs, flows[:2], strict=True))

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import Agreement, Request, Shards, calls_on
+from cqs.executors.distributed.agreement import (
+    Agreement,
+    Request,
+    Shards,
+    calls_on,
+    control_group,
+    swap,
+)
 from cqs.executors.distributed.batches import Batch
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout, cut_shards
@@ -21,7 +28,12 @@ from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
-from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
+from cqs.executors.distributed.transport.transports import (
+    count_sends,
+    hosts_of,
+    ranks_per_host,
+    transport_of,
+)
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
@@ -33,6 +45,7 @@ from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
 from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
+from cqs.worker.memory import free_bytes
 
 _MOST_SIGNATURES = 64
 """Number of signatures of a group that are kept."""
@@ -126,6 +139,8 @@ class PreparedCalls:
         has_blocks = problem.terms is not None and problem.terms.bias is not None
         is_alike = problem.dropout is None and not (has_blocks or self.values["is_captured"])
         predicted = self._predicted.get(own[:2]) if is_alike else None
+        if predicted is not None and predicted._replace(seed=0) not in self._placements:
+            predicted = None  # a placement is made by all ranks, once they have agreed
         try:
             if predicted is not None:
                 with suppress(_OtherShardsError):
@@ -216,6 +231,8 @@ class _Placement:
     shards: Shards
     machine: Machine
     transport: Transport
+    limit: int | None
+    """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else the free memory."""
     is_causal: bool
     """Whether attention over the whole sequence is dense and causal."""
     pattern: Pattern | None
@@ -237,8 +254,10 @@ class _Placement:
         is_causal, pattern = check_pattern(
             values["pattern"], values["is_causal"], batch, num_heads, *lengths
         )
-        machine = _plan_for(shards, per_host, links)
-        return cls(dist.get_rank(group), shards, machine, transport, is_causal, pattern)
+        machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
+        if limit is None and not values["is_captured"]:
+            limit = _free_bytes(group, device)
+        return cls(dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern)
 
     def bind(self, problem: Problem, seed: int) -> Problem:
         """Return a problem with the mask of the whole sequence and the seed of rank 0."""
@@ -285,7 +304,8 @@ class _Placement:
     ) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
         """Return the layout of a rank, and the order in which it receives tokens, if limited."""
         seqlens_q, seqlens_kv, *_ = self.shards
-        limit = Limit(values["max_bytes"], part.shape, self.transport.has_buffer)
+        is_given = values["max_bytes"] is not None
+        limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer)
         return lay_out_within(
             limit,
             seqlens_q,
@@ -324,6 +344,14 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
             agreement.wait()
     calls.check()
     return gradients
+
+
+def _free_bytes(group: Any, device: torch.device) -> int:
+    """Return the least memory that a rank may take; every rank calls this."""
+    free, hosts = free_bytes(device), hosts_of(group)
+    if device.type != "cuda":
+        free //= hosts.count(hosts[dist.get_rank(group)])
+    return min(swap(control_group(group), [free]))
 
 
 def _remember(found: dict[Any, _Found], key: Any, value: _Found) -> _Found:
