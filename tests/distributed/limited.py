@@ -159,6 +159,16 @@ def bytes_within(group, case, dtype, cuts, factors):
     return found
 
 
+def check_within(group, case, dtype, cuts, factors, device):
+    """Check results against float64 within limits, and that equal calls are bitwise identical."""
+    least = smallest_limit(partial(check_tracks_exact, group, case, dtype, cuts, device=device), {})
+    for factor in factors:
+        options = {"max_bytes": factor * least}
+        check_tracks_exact(group, case, dtype, cuts, options, device)
+        first, second = (bits(group, case, cuts, options, device) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+
+
 def errors_with_scores(group, case, cuts, factor):
     """Return the errors of output and gradients with sinks, a soft cap and dropout."""
     problem, rank = case.make(torch.float64), dist.get_rank(group)
