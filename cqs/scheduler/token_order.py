@@ -51,6 +51,13 @@ class Flow(NamedTuple):
     """Rows that it sends to other devices."""
     own: float
     """Rows of its own that it computes with."""
+    is_local: bool = False
+    """Whether no device sends rows to another, so that none is copied."""
+
+    @property
+    def copied(self) -> float:
+        """Rows that the device holds besides its shard."""
+        return 0.0 if self.is_local else self.received
 
     @property
     def stays(self) -> bool:
@@ -124,7 +131,7 @@ def held_bytes(
     of_part, of_batch = results[streamed], results[resident]
 
     def fetched(side: int, flow: Flow) -> float:
-        return inputs[side] * (flow.received + (0 if has_buffer else flow.sent))
+        return inputs[side] * (flow.copied + (0 if has_buffer else flow.sent))
 
     def returned(each: float, flow: Flow) -> float:
         if flow.stays:
@@ -134,7 +141,7 @@ def held_bytes(
     peaks = [base]
     for flow, parts in batches:
         coming = [*(fetched(streamed, part) for part in parts), 0.0]
-        held = base + inputs[resident] * flow.received
+        held = base + inputs[resident] * flow.copied
         peaks.append(base + fetched(resident, flow))
         added = 0.0  # sums of the batch
         if not is_backward and resident == QUERIES:
@@ -143,7 +150,7 @@ def held_bytes(
         returning = 0.0
         for part, after in zip(parts, coming[1:], strict=True):
             rows = (flow.received if part.received else 0.0), part.received
-            now = held + added + inputs[streamed] * part.received + after + returning
+            now = held + added + inputs[streamed] * part.copied + after + returning
             if is_backward:
                 of_sums = [sums[resident] * rows[0], sums[streamed] * rows[1]]
                 peaks.append(now + sum(of_sums))
@@ -240,8 +247,8 @@ def predict_order(
 
     def flow(side: int, groups: float) -> Flow:
         rows = shard[side] * head_parallel * groups
-        is_alone = num_devices == 1
-        return Flow(rows, 0.0 if is_alone else rows, rows if is_alone else 0.0)
+        is_local = head_parallel * counts[side] == 1
+        return Flow(rows, rows * (not is_local), rows * is_local, is_local)
 
     of_batch, of_part = flow(resident, per_batch), flow(1 - resident, seen / number)
     batches = [(of_batch, [of_part] * min(number, 3))]  # later parts hold the same

@@ -146,7 +146,7 @@ def predicted_bytes(task, shape, *, is_backward):
 
 def flow_of(route):
     own = route.receives[route.rank]
-    return Flow(sum(route.receives), sum(route.lengths) - own, own)
+    return Flow(sum(route.receives), sum(route.lengths) - own, own, route.is_local)
 
 
 def bytes_within(group, case, dtype, cuts, factors):

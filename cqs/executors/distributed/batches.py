@@ -169,13 +169,12 @@ class CutPlan:
 
     def _flows(self, of_ranks: Sequence[list[Cell]], side: int) -> list[Flow]:
         """Return the rows of every rank in one exchange."""
-        numbers = self._route(of_ranks, side, 0).numbers
+        route = self._route(of_ranks, side, 0)
+        numbers = route.numbers
         own = numbers.diagonal()
-        sent = numbers.sum(axis=1) - own
-        return [
-            Flow(*each)
-            for each in zip(numbers.sum(axis=0).tolist(), sent.tolist(), own.tolist(), strict=True)
-        ]
+        sent = (numbers.sum(axis=1) - own).tolist()
+        columns = zip(numbers.sum(axis=0).tolist(), sent, own.tolist(), strict=True)
+        return [Flow(*each, is_local=route.is_local) for each in columns]
 
 
 def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:

@@ -120,6 +120,11 @@ class Route:
         own = self.lengths[self.rank]  # as many as it receives from itself
         return sum(self.lengths) == own == sum(self.receives)
 
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank requires one range of its own rows, or none; equal on all ranks."""
+        return not self.num_moved and all(len(ranges) <= 1 for ranges in self.wanted)
+
 
 class SplitSteps(NamedTuple):
     """The steps of a task in three parts; their ``live_pairs`` ignore a pattern."""
