@@ -265,8 +265,7 @@ def predict_order(
     back = exchange(1 - resident, of_part.sent * results[1 - resident])
     exposed = exchange(resident, of_batch.sent * inputs[resident]) + there
     exposed += exchange(resident, of_batch.sent * results[resident]) or back
-    num_calls = counts[0] * (number if resident == QUERIES else 1) * order.num_batches
-    calls = num_calls / (order.num_batches if resident == QUERIES else 1)
+    calls = counts[0] * (number if resident == QUERIES else order.num_batches)
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
     rounds = chunks * order.num_batches
@@ -317,7 +316,7 @@ def predict_orders(
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
         >>> found = predict_orders(workload, 64, Machine(), plans=["quorums"], head_parallel=1)
         >>> [each.prediction.peak_bytes // 2**20 for each in (found[0], found[-1])]
-        [1906.0, 1458.0]
+        [1738.0, 268.0]
     """
     shape, found = workload.shape, []
     per_node = machine.devices_per_node if machine.devices_per_node < num_devices else 1

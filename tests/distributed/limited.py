@@ -170,13 +170,17 @@ def check_within(group, case, dtype, cuts, factors, device):
 
 
 def errors_with_scores(group, case, cuts, factor):
-    """Return the errors of output and gradients with sinks, a soft cap and dropout."""
+    """Return the errors of output and gradients with all scores, a bias and dropout."""
     problem, rank = case.make(torch.float64), dist.get_rank(group)
     tensors, rows, columns = shards_of(problem, cuts, rank)
     whole = [each.clone().requires_grad_() for each in (problem.query, problem.key, problem.value)]
     sinks = torch.linspace(-1, 1, case.num_heads, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    shape = case.num_heads, case.seqlen_q, case.seqlen_kv
+    bias = torch.randn(1, *shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    own_bias = bias[:, :, rows].detach().requires_grad_()
+    scores = cqs.Scores(sinks=sinks, softcap=2.0, alibi_slopes=sinks / 8, bias=bias)
     options = {
-        "scores": cqs.Scores(sinks=sinks, softcap=2.0, alibi_slopes=sinks / 8),
         "is_causal": True,
         "dropout_p": 0.3,
         "seed": 4,
@@ -184,13 +188,14 @@ def errors_with_scores(group, case, cuts, factor):
     }
 
     def attend(limit):
-        return cqs.distributed.attention(*tensors, group=group, **options, **limit)
+        own = {"scores": replace(scores, bias=own_bias), **options, **limit}
+        return cqs.distributed.attention(*tensors, group=group, **own)
 
     output = attend({"max_bytes": factor * smallest_limit(attend, {})})
-    exact = cqs.attention(*whole, **options)
-    found = output, *torch.autograd.grad(output.square().sum(), tensors)
-    expected = exact, *torch.autograd.grad(exact.square().sum(), whole)
-    parts = rows, columns, columns
+    exact = cqs.attention(*whole, scores=scores, **options)
+    found = output, *torch.autograd.grad(output.square().sum(), [*tensors, own_bias])
+    expected = exact, *torch.autograd.grad(exact.square().sum(), [*whole, bias])
+    parts = rows, columns, columns, rows
     return [
         float((a - b[:, :, part]).abs().max())
         for a, b, part in zip(found, expected, (rows, *parts), strict=True)
@@ -217,10 +222,13 @@ def same_bits(group, case, cuts, options):
 
 
 def within_free_memory(group, case, cuts, free):
-    """Return error and bytes of a call without a limit, where one rank has so much free memory."""
-    is_full = dist.get_rank(group) == dist.get_world_size(group) - 1
+    """Return error and bytes of a call without a limit, if so much memory is free."""
+    make_placement = prepared._Placement.of.__func__
+
+    def limited(*arguments):
+        return replace(make_placement(*arguments), limit=free)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
-        factor = dist.get_world_size(group)  # all are on one host
-        patch.setattr(prepared, "free_bytes", lambda _: factor * (free if is_full else 10**10))
+        patch.setattr(prepared._Placement, "of", classmethod(limited))
         return measure_passes(partial(largest_error, group, case, cuts, {}))

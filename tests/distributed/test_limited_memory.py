@@ -91,7 +91,7 @@ def test_the_error_gives_the_smallest_limit_on_every_rank(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("free", [0, 100_000, 10**9])
-def test_without_a_limit_the_free_memory_of_the_fullest_rank_is_one(ranks, free):
+def test_without_a_limit_the_free_memory_is_one(ranks, free):
     """An order that fits none is the one that holds the fewest bytes."""
     case = Case("free", 112, 112, 4, 2)
     ((least,), *_) = ranks.run(7, smallest_limits, [(case, (EVEN, EVEN), {})])

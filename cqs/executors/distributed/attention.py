@@ -186,8 +186,8 @@ def attention(
             its own shard. Not counted are the shard, its results and gradients, blocks of a bias,
             joint outputs, and the scratch of a kernel or a merge while it runs. The cost model
             chooses the fastest order of receiving tokens that fits; the backward pass receives
-            them again. ``None`` means the least memory that is free on a rank, 90 % of it on GPUs,
-            in the first call with these shards.
+            them again. ``None`` means no limit on CPUs, and on GPUs 90 % of the memory that is free
+            on every rank in the first call with these shards.
         joint_query: ``[batch or 1, num_heads, any length, head_dim]``, queries of joint tokens, the
             same on all ranks, or ``None``. Plain tensors or, also for joint_key and joint_value,
             DTensors with the placements ``[Replicate()]``. Their gradient on a rank is its share,

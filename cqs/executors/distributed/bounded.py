@@ -1,14 +1,14 @@
 """Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.batches import Batch, CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Kind
-from cqs.scheduler.cost_model import Workload
+from cqs.scheduler.cost_model import PASSES, Machine, Workload, predict_plan
 from cqs.scheduler.token_order import (
     QUERIES,
     TokenOrder,
@@ -63,7 +63,8 @@ def lay_out_within(
     most = limit.max_bytes
     if not limit.is_given:
         most -= _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
-    if _usual_bytes(limit, usual, **options) <= most:
+    fits = _usual_bytes(limit, usual, **options) <= most
+    if fits or not limit.is_given and _predict_peak(limit, usual, **options) <= limit.max_bytes:
         return usual, None, ()
     degree, kind, order = _choose(limit, most, seqlens_q, seqlens_kv, shape, **options)
     options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
@@ -148,6 +149,21 @@ def _result_bytes(
 def _cut(layout: Layout, head_parallel: int) -> CutPlan:
     shards = layout.of_queries.shards, layout.of_keys.shards
     return CutPlan(layout.plan, shards, head_parallel)
+
+
+def _predict_peak(
+    limit: Limit, layout: Layout, *, with_gradients: bool, machine: Machine, **options: Any
+) -> float:
+    """Predict the peak memory of a rank with its results, for groups of equal size.
+
+    It is closer than :func:`_usual_bytes`, but no bound: for a limit that may be exceeded.
+    """
+    plan, num_ranks = layout.plan, len(layout.of_queries.shards)
+    workload = Workload(plan.seqlen_q, limit.shape, plan.is_causal, plan.seqlen_kv)
+    degree, chunks = num_ranks // plan.num_tasks, len(layout.chunks)
+    predict = partial(predict_plan, workload, num_ranks, machine, degree, num_chunks=chunks)
+    passes = PASSES["both" if with_gradients else "forward"]
+    return max(predict(is_backward=each, kind=plan.kind).peak_bytes for each in passes)
 
 
 def _usual_bytes(limit: Limit, layout: Layout, *, with_gradients: bool, **options: Any) -> float:

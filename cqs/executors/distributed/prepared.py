@@ -30,7 +30,6 @@ from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
 from cqs.executors.distributed.transport.transports import (
     count_sends,
-    hosts_of,
     ranks_per_host,
     transport_of,
 )
@@ -232,7 +231,8 @@ class _Placement:
     machine: Machine
     transport: Transport
     limit: int | None
-    """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else the free memory."""
+    """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else on GPUs the memory
+    that is free on every rank."""
     is_causal: bool
     """Whether attention over the whole sequence is dense and causal."""
     pattern: Pattern | None
@@ -255,8 +255,8 @@ class _Placement:
             values["pattern"], values["is_causal"], batch, num_heads, *lengths
         )
         machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
-        if limit is None and not values["is_captured"]:
-            limit = _free_bytes(group, device)
+        if limit is None and not values["is_captured"] and device.type == "cuda":
+            limit = min(swap(control_group(group), [free_bytes(device)]))
         return cls(dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern)
 
     def bind(self, problem: Problem, seed: int) -> Problem:
@@ -344,14 +344,6 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
             agreement.wait()
     calls.check()
     return gradients
-
-
-def _free_bytes(group: Any, device: torch.device) -> int:
-    """Return the least memory that a rank may take; every rank calls this."""
-    free, hosts = free_bytes(device), hosts_of(group)
-    if device.type != "cuda":
-        free //= hosts.count(hosts[dist.get_rank(group)])
-    return min(swap(control_group(group), [free]))
 
 
 def _remember(found: dict[Any, _Found], key: Any, value: _Found) -> _Found:
