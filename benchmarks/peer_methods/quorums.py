@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cqs.distributed
 from benchmarks.peer_methods.differentiable import Differentiable
+from cqs.problem import Problem
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Machine, Workload, predict_ring
 
@@ -25,6 +26,12 @@ class Cqs(Differentiable):
         """Also take the head-parallel degree, and whether to hold at most what a ring holds."""
         super().__init__(*arguments, **options)
         self.head_parallel, self.is_limited = head_parallel, is_limited
+
+    def why_not(self, problem: Problem) -> str | None:
+        seqlen = problem.query.shape[2]
+        if self.is_limited and seqlen % self.num_ranks:  # the limit must be equal on all ranks
+            return f"requires tokens in multiples of {self.num_ranks}, got {seqlen}"
+        return None
 
     def tokens(self, seqlen: int) -> tuple[range, ...]:
         first, stop = (seqlen * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
