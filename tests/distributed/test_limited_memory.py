@@ -1,6 +1,7 @@
 """With ``max_bytes`` ranks hold at most as much, and results are exact."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from limited import (
 from random_problems import random_problems
 
 from benchmarks.cases import Case
+from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.scheduler import AttentionShape, Grid2D
-from cqs.scheduler.cost_model import Machine, Workload, predict
+from cqs.scheduler.cost_model import SENT, Machine, Workload, predict
 from cqs.scheduler.token_order import QUERIES, list_orders, predict_orders
 
 NUM_PROBLEMS, BATCH = 500, 10
@@ -142,3 +144,34 @@ def test_orders_are_predicted_for_every_kind():
     streamed = [each.prediction for each in rows if each.order[1:] == (QUERIES, 1, True)]
     at_once = [each.prediction for each in rows if not each.order.is_streamed]
     assert max(each.peak_bytes for each in streamed) < max(each.peak_bytes for each in at_once)
+
+
+@pytest.mark.slow
+def test_many_ranks_take_an_order_that_fits():
+    """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
+    shape = AttentionShape(8, 64, num_kv_heads=4)
+    options = {
+        "head_parallel": "auto",
+        "num_chunks": None,
+        "is_causal": True,
+        "pattern": None,
+        "plan": "any",
+        "tile": 1,
+        "chunk_rule": SENT,
+        "with_gradients": True,
+        "machine": Machine(devices_per_node=8, between=50e9),
+    }
+
+    def lay_out(max_bytes):
+        limit = Limit(max_bytes, True, shape, False)
+        return lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
+
+    with pytest.raises(ValueError, match="max_bytes must be at least") as error:
+        lay_out(1)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    assert least < 32 * 100 * 4 * 64 * 2  # half of all keys and values
+    layout, order, batches = lay_out(least)
+    assert order.num_chunks == len(layout.chunks) and batches
+    assert {step.queries for batch in batches for part in batch.parts for step in part.steps} == {
+        step.queries for step in layout.steps
+    }

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cqs.executors.distributed.layout import Route
 from cqs.patterns import BoundPattern
@@ -52,6 +52,11 @@ class CutPlan:
     shards: tuple[Sequence[range], Sequence[range]]
     """For every rank, the positions of its queries, and of its keys."""
     head_parallel: int
+
+    @cached_property
+    def _found(self) -> dict[Any, list[tuple[list[Flow], list[list[Flow]]]]]:
+        """Rows of all ranks in each batch and part, by resident side and number of batches."""
+        return {}
 
     @cached_property
     def cells(self) -> list[list[Cell]]:
@@ -131,13 +136,13 @@ class CutPlan:
             with_gradients: Whether a backward pass will follow.
             has_buffer: Whether packed rows are in a send buffer of a fixed size.
         """
-        found = [
-            (
-                self._flows(of_batch, order.resident),
-                [self._flows(p, 1 - order.resident) for p in parts],
-            )
-            for of_batch, parts in self.wanted(order)
-        ]
+        key = order[1:]  # head chunks are alike
+        if (found := self._found.get(key)) is None:
+            resident, streamed = order.resident, 1 - order.resident
+            found = self._found[key] = [
+                (self._flows(of_batch, resident), [self._flows(each, streamed) for each in parts])
+                for of_batch, parts in self.wanted(order)
+            ]
         held, buffers = [0.0], [0.0]
         for rank, shard in enumerate(zip(*self.shards, strict=True)):
             batches = [(flows[rank], [part[rank] for part in parts]) for flows, parts in found]

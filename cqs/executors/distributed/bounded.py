@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cqs.executors.distributed.batches import Batch, CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler import AttentionShape, Kind
+from cqs.scheduler import AttentionShape, Documents, Kind
 from cqs.scheduler.cost_model import PASSES, Machine, Workload, predict_plan
 from cqs.scheduler.token_order import (
     QUERIES,
@@ -15,6 +15,12 @@ from cqs.scheduler.token_order import (
     predict_orders,
     row_bytes,
 )
+
+_FEW_RANKS = 16
+"""Number of ranks up to which the bytes of every order are counted."""
+_MOST_DEVIATION, _MOST_TRIED = 1.5, 8
+"""For more ranks, the orders whose predicted bytes are at most so many times the limit are counted,
+and so many of those with the fewest. The smallest limit is then that of these."""
 
 
 class Limit(NamedTuple):
@@ -98,6 +104,13 @@ def _choose(
     plans = [plan]
     if plan in (None, "any"):
         plans = ["any", *(["documents"] if isinstance(bound, BoundDocuments) else [])]
+    is_small = len(seqlens_q) <= _FEW_RANKS
+
+    def num_units(degree: int, kind: Kind) -> tuple[int, int]:
+        if is_small or isinstance(kind, Documents):
+            return cut(degree, kind).num_units
+        return kind.num_groups
+
     predicted = predict_orders(
         workload,
         len(seqlens_q),
@@ -106,8 +119,14 @@ def _choose(
         plans=plans,
         head_parallel=options["head_parallel"],
         most_chunks=options["num_chunks"],
-        num_units=lambda degree, kind: cut(degree, kind).num_units,
+        num_units=num_units,
     )
+    if not is_small and bound is None:
+        results = _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
+        highest = results + _MOST_DEVIATION * most_allowed
+        smallest = sorted(predicted, key=lambda each: each.prediction.peak_bytes)[:_MOST_TRIED]
+        predicted = [each for each in predicted if each.prediction.peak_bytes <= highest]
+        predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
         part = workload.part(degree)
