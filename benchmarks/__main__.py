@@ -24,6 +24,8 @@ BENCHMARKS = {
     "patterns": "sparse patterns compared with dense attention and FlexAttention",
     "packed": "plans of packed documents: planning time, balance, bytes moved",
     "streaming": "attention under a memory budget",
+    "networks": "methods of context parallelism on hosts with slow links, on this machine",
+    "hosts": "run a module on ranks of hosts whose links are limited, on this machine",
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
     "case-study": "memory and time of one of W tasks, as published",
     "block": "time of the parts of a transformer layer, under torchrun",

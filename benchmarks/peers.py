@@ -102,7 +102,7 @@ def run(
     rows: list[Measurement] = []
     for length in tokens or ([32768, 131072] if on_gpu else [2048]):
         for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]:
-            *tensors, grad_output = _draw(length, heads, kv_heads or heads, head_dim, device)
+            *tensors, grad_output = draw(length, heads, kv_heads or heads, head_dim, device)
             rows += measure(
                 dist.group.WORLD,
                 names,
@@ -113,7 +113,7 @@ def run(
                 out=out,
             )
     if rows:
-        publish(rows, _COLUMNS, None)
+        publish(rows, COLUMNS, None)
     dist.destroy_process_group()
 
 
@@ -126,6 +126,7 @@ def measure(
     repeats: int,
     backend: str | None = None,
     out: str | None = None,
+    count_bytes: Callable[[], int] | None = None,
 ) -> list[Measurement]:
     """Verify and time methods; every rank of the group calls this.
 
@@ -138,6 +139,8 @@ def measure(
         repeats: Number of repeats.
         backend: See :func:`run`.
         out: File to append rows to, or ``None``.
+        count_bytes: Returns the bytes that this rank's host has sent, ever; ``None`` if they are
+            not recorded.
 
     Returns:
         The rows on the first rank, an empty list on the others.
@@ -150,18 +153,25 @@ def measure(
     rows = []
     for what, passes in _prepare(group, names, worker, problem, grad_output).items():
         peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
+        sent = {
+            name: count_link_bytes(compute, group, count_bytes)
+            for name, compute in passes.items()
+            if count_bytes is not None
+        }
         calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
         seconds = time_together(passes, repeats, group, problem.query.device)
         if dist.get_rank(group) == 0:
             case = _case(problem) + ("" if backend is None else f"-{backend}")
             ranks = dist.get_world_size(group)
             found = _rows(what, case, problem, seconds, calls, peaks, ranks)
+            for row in found:
+                row.details.update(sent.get(row.executor, {}))
             append_rows(found, out)
             rows += found
     return rows
 
 
-def _draw(
+def draw(
     tokens: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> list[Tensor]:
     """Draw query, key, value and the gradient of the output, the same on every rank."""
@@ -279,6 +289,19 @@ def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
     return int(peak)
 
 
+def count_link_bytes(
+    compute: Callable[[], Any], group: Any, count_bytes: Callable[[], int]
+) -> dict[str, float]:
+    """Return the bytes that a host sends during a computation: the mean, and the largest."""
+    dist.barrier(group)
+    before = count_bytes()
+    compute()
+    dist.barrier(group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, count_bytes() - before, group=group)
+    return {"link_bytes": sum(found) / len(found), "most_link_bytes": max(found)}
+
+
 def time_together(
     passes: dict[str, Callable[[], Any]], repeats: int, group: Any, device: torch.device
 ) -> dict[str, list[float]]:
@@ -357,7 +380,7 @@ def _rows(
     return rows
 
 
-_COLUMNS: dict[str, Callable[[Measurement], object]] = {
+COLUMNS: dict[str, Callable[[Measurement], object]] = {
     "case": lambda row: row.case,
     "pass": lambda row: row.benchmark.partition(" ")[2],
     "by": lambda row: row.executor,

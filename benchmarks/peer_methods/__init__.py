@@ -11,6 +11,7 @@ from functools import partial
 from benchmarks.peer_methods.all_gather import AllGather
 from benchmarks.peer_methods.alone import One
 from benchmarks.peer_methods.context_parallel import Torch
+from benchmarks.peer_methods.grid import Grid
 from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.quorums import Cqs
 from benchmarks.peer_methods.replayed import Replayed
@@ -26,6 +27,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "cqs limited": partial(Cqs, is_limited=True),
     "ring": Ring,
     "all-gather": AllGather,
+    "grid": Grid,
     "ulysses": Ulysses,
     "ulysses in two": partial(Ulysses, num_chunks=2),
     "ulysses padded": PaddedUlysses,

@@ -246,9 +246,11 @@ class _Placement:
     ) -> "_Placement":
         """Return the placement; every rank calls this, with arguments on which all have agreed."""
         device, links = problem.query.device, values["links"]
-        transport, per_host = transport_of(group, device), ranks_per_host(group)
-        if links is None and per_host < len(shards.seqlens_q):
+        per_host = ranks_per_host(group)
+        has_one_host = per_host == len(shards.seqlens_q)
+        if links is None and not has_one_host:
             links = probe_links(group, device)
+        transport = transport_of(group, device, None if has_one_host else links)
         batch, num_heads, *_ = problem.query.shape
         lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
         is_causal, pattern = check_pattern(

@@ -13,14 +13,15 @@ from cqs.executors.distributed.transport.transports import hosts_of, ranks_per_h
 from cqs.scheduler.cost_model import Links
 from cqs.worker.cuda_graphs import check_not_captured
 
-_STEPS_PER_OCTAVE = 4
+_STEPS_PER_OCTAVE = 16
 """Rates are rounded to powers of ``2 ** (1 / _STEPS_PER_OCTAVE)``."""
 _NUM_ROUND_TRIPS = 5
 """Round trips of a message of each size, of which the shortest counts."""
 _FIRST_BYTES, _MOST_BYTES = 2**16, 2**23
 """Size of the message that estimates the bandwidth, and the largest that measures it."""
-_SECONDS = 0.02
-"""Duration of the message that measures the bandwidth, by the estimate."""
+_SECONDS = 0.2
+"""Duration of the message that measures the bandwidth, by the estimate. Links with a limited rate
+let the first bytes pass faster."""
 _measured: "WeakKeyDictionary[Any, Links]" = WeakKeyDictionary()
 
 

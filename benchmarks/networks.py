@@ -1,0 +1,222 @@
+"""Methods of context parallelism on hosts whose links are slow, made on this machine."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
+from benchmarks.options import add_common
+from benchmarks.peers import COLUMNS, draw, measure
+from benchmarks.publish import publish
+from cqs.commands.integers import parse_integers
+from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.probe import probe_links
+from cqs.executors.distributed.transport.transports import ranks_per_host
+from cqs.problem import Problem, check_problem
+from cqs.report.measurement import Measurement, append_rows
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.cost_model import MACHINES, METHODS, SENT, Machine, Workload, predict
+
+_HEADS, _HEAD_DIM = 8, 64
+_NUM_HOSTS = 4, 5, 7, 8, 12, 13, 16, 21, 31
+_METHODS = "cqs,ring,all-gather,ulysses,ulysses in two,grid"
+_TOKENS = 1680
+"""Number of tokens as default, rounded so that rings have equal chunks."""
+_MANY_HOSTS = 20
+"""Number of hosts from which the slower default rate is taken."""
+_RATES = 10.0, 4.0
+"""Megabits per second: the communication takes ten times as long as two cores need for the rest."""
+_CORE_RATE = 30e9
+"""FLOP/s of a core."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    add_common(parser)
+    parser.add_argument(
+        "--hosts", type=parse_integers, metavar="H,H,...", help="default: as published"
+    )
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="default: 1")
+    parser.add_argument("--mbit", type=float, metavar="R", help="rate of a link; default: 10 or 4")
+    parser.add_argument("--kv-heads", type=parse_integers, metavar="H,H,...", help="default: 8,2")
+    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
+    parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
+    parser.add_argument("--only", metavar="NAME,NAME", help=f"default: {_METHODS}")
+
+
+def run(
+    *,
+    tokens: int | None = None,
+    hosts: Sequence[int] = _NUM_HOSTS,
+    ranks_per_host: int = 1,
+    mbit: float | None = None,
+    kv_heads: Sequence[int] = (8, 2),
+    causal: str = "both",
+    backward: str = "yes",
+    repeats: int = 3,
+    only: str = _METHODS,
+    out: str | None = None,
+) -> None:
+    """Verify and time methods on hosts in network namespaces, one process for each rank.
+
+    Tensors are float32, with 8 heads of 64. The rows have the bytes that the busiest link sent and
+    received, from the counters of the interfaces, beside those that the plan of ``cqs`` promises,
+    and the time that the cost model predicts from the measured links.
+
+    Args:
+        tokens: Sequence length; ``None`` means about 1,680.
+        hosts: Numbers of hosts.
+        ranks_per_host: Number of ranks of every host.
+        mbit: Megabits per second of a link; ``None`` means 10, or 4 for more than 20 hosts.
+        kv_heads: Numbers of KV heads, 8 for as many as query heads.
+        causal: ``"yes"``, ``"no"`` or ``"both"``.
+        backward: ``"yes"`` or ``"no"``: whether to time both passes too.
+        repeats: Number of repeats.
+        only: Names of methods, separated by commas.
+        out: File to append rows to, or ``None``.
+
+    Raises:
+        ValueError: This machine cannot make hosts.
+        RuntimeError: A rank failed.
+    """
+    if reason := why_not_hosts():
+        raise ValueError(f"hosts cannot be made: {reason}")
+    cases = [
+        (number, is_causal)
+        for number in kv_heads
+        for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]
+    ]
+    for number in hosts:
+        rate = mbit or _RATES[number > _MANY_HOSTS]
+        chunks = 2 * number * ranks_per_host
+        length = tokens or chunks * max(_TOKENS // chunks, 1)
+        with Hosts([rate] * number, ranks_per_host) as network:
+            network.run(
+                _measure, length, cases, backward == "yes", repeats, only.split(","), rate, out
+            )
+
+
+def _measure(
+    tokens: int,
+    cases: Sequence[tuple[int, bool]],
+    with_gradients: bool,
+    repeats: int,
+    names: Sequence[str],
+    rate: float,
+    out: str | None,
+) -> None:
+    """Measure all cases on one rank."""
+    dist.init_process_group("gloo")
+    rows: list[Measurement] = []
+    for kv_heads, is_causal in cases:
+        drawn = draw(tokens, _HEADS, kv_heads, _HEAD_DIM, torch.device("cpu"))
+        problem = check_problem(*drawn[:3], is_causal=is_causal)
+        found = measure(
+            dist.group.WORLD,
+            names,
+            problem,
+            drawn[3] if with_gradients else None,
+            repeats=repeats,
+            count_bytes=lambda: link_bytes(INTERFACE),
+        )
+        for what in ("forward", "both")[: 1 + with_gradients]:
+            promised = _promise(problem, with_gradients=what == "both")
+            for row in found:
+                if row.benchmark.endswith(what):
+                    row.details.update(mbit=rate, **_predict(row.executor, problem, what))
+                    row.details.update(promised if row.executor == "cqs" else {})
+        append_rows(found, out)
+        rows += found
+    if rows:
+        columns: dict[str, Callable[[Measurement], object]] = {
+            **{name: COLUMNS[name] for name in ("case", "pass", "by", "ranks", "median ms")},
+            "predicted ms": lambda row: f"{row.details.get('predicted_ms', 0):.0f}",
+            "MB of a link": lambda row: f"{row.details['link_bytes'] / 1e6:.2f}",
+            "promised": lambda row: f"{row.details.get('promised_bytes', 0) / 1e6:.2f}",
+        }
+        publish(rows, columns, None)
+    dist.destroy_process_group()
+
+
+def _machine() -> Machine:
+    """Return the hosts of this process group: measured links, and a share of the cores."""
+    links, share = probe_links(None, torch.device("cpu")), (os.cpu_count() or 1) / _num_ranks()
+    return replace(
+        MACHINES["CPU"],
+        rate=_CORE_RATE * share,
+        backward_rate=_CORE_RATE * share,
+        per_row=0.0,
+        devices_per_node=ranks_per_host(None),
+        between=links.bandwidth,
+        latency=links.latency,
+    )
+
+
+def _predict(method: str, problem: Problem, passes: str) -> dict[str, float]:
+    """Return the predicted milliseconds of a method, if the cost model has it."""
+    if method not in METHODS:
+        return {}
+    workload = Workload(problem.query.shape[2], _shape(problem), problem.is_causal)
+    found = predict(method, workload, _num_ranks(), _machine(), passes, plan="any")
+    return {} if found is None else {"predicted_ms": 1e3 * found.seconds}
+
+
+def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
+    """Return the bytes that a host sends by the plan of cqs: the mean, and the largest."""
+    num_ranks, per_host, shape = _num_ranks(), ranks_per_host(None), _shape(problem)
+    marks = [problem.query.shape[2] * rank // num_ranks for rank in range(num_ranks + 1)]
+    lengths = tuple(b - a for a, b in pairwise(marks))
+    links = probe_links(None, problem.query.device)
+    machine = replace(
+        MACHINES["CPU"],
+        devices_per_node=per_host,
+        between=links.bandwidth,
+        latency=links.latency,
+    )
+    of_hosts = [0] * (num_ranks // per_host)
+    for rank in range(num_ranks):
+        layout = lay_out(
+            lengths,
+            lengths,
+            rank,
+            AttentionShape(shape.num_heads, shape.head_dim, num_kv_heads=shape.kv_heads),
+            head_parallel="auto",
+            num_chunks=None,
+            is_causal=problem.is_causal,
+            pattern=None,
+            plan=None,
+            tile=1,
+            chunk_rule=SENT,
+            machine=machine,
+            with_gradients=with_gradients,
+        )
+        heads, kv_heads = (sum(len(chunk.heads[i][0]) for chunk in layout.chunks) for i in (0, 1))
+        queries, keys = heads * shape.head_dim * 4, 2 * kv_heads * shape.head_dim * 4
+        merged = queries + (0 if layout.is_final else heads * 4)
+        with_output = queries + (0 if layout.is_final else merged)
+
+        def away(numbers: Sequence[int], host: int = rank // per_host) -> int:
+            return sum(n for other, n in enumerate(numbers) if other // per_host != host)
+
+        of_queries, of_keys = layout.of_queries, layout.of_keys
+        sent = away(of_queries.lengths) * queries + away(of_keys.lengths) * keys
+        sent += away(layout.of_results.receives) * merged
+        if with_gradients:
+            sent += away(of_queries.lengths) * with_output
+            sent += away(of_queries.receives) * queries + away(of_keys.receives) * keys
+        of_hosts[rank // per_host] += sent
+    return {"promised_bytes": sum(of_hosts) / len(of_hosts), "most_promised_bytes": max(of_hosts)}
+
+
+def _shape(problem: Problem) -> AttentionShape:
+    _, heads, _, head_dim = problem.query.shape
+    return AttentionShape(heads, head_dim, num_kv_heads=problem.key.shape[1], itemsize=4)
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size()
