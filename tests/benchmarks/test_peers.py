@@ -134,7 +134,7 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     out = tmp_path / "rows.jsonl"
     rows, *others = ranks.run(4, measured, str(out), False)
     assert others == [[]] * 3
-    names = {"one", "cqs", "cqs quorums", "cqs limited", "ring", "all-gather", "ulysses"}
+    names = {"one", "cqs", "cqs quorums", "cqs limited", "ring", "grid", "all-gather", "ulysses"}
     assert {(row.benchmark, row.executor) for row in rows} == {
         (f"peers {what}", name) for what in ("forward", "both") for name in names
     }
