@@ -141,7 +141,7 @@ class _Recording(NamedTuple):
 
 def _check(work: MeasuredPass, plan: Plan) -> None:
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
-    work.verify(work.merger(plan, results)())
+    work.verify(work.merge(results))
 
 
 def _record(work: MeasuredPass, task: Task, repeats: int) -> _Recording:

@@ -9,10 +9,10 @@ from benchmarks.case_measurement import NUM_TASKS, TOKENS, CaseRow, measure
 from benchmarks.options import add_common, add_heads
 from benchmarks.plots.case_study import plot_study
 from benchmarks.publish import publish
+from benchmarks.timing import progress_bar
 from cqs.commands.integers import parse_integers
 from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
-from cqs.report.progress import progress_bar
 from cqs.report.settings import Settings
 from cqs.report.table import digits, mebibytes
 

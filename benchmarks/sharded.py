@@ -21,7 +21,7 @@ import cqs
 from benchmarks.errors import verify_answer
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
-from benchmarks.timing import track
+from benchmarks.timing import progress_bar, track
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import ChunkTask
@@ -30,7 +30,6 @@ from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.report.measurement import Measurement, append_rows, summarize
-from cqs.report.progress import progress_bar
 from cqs.report.table import percent
 
 _NUM_CALLS = 16

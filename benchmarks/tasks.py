@@ -22,7 +22,7 @@ from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, summarize
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan
-from cqs.tiler import GradientSum, Tiler
+from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, Worker, choose_backend
 
 _NUM_TASKS = (7, 8, 13, 31)
@@ -149,7 +149,7 @@ def _differentiate_one_by_one(part: Planned, answer: Partial, grad_output: Tenso
     problem, plan, backend = part
     worker = Worker.of(problem, backend)
     tensors = problem.query, problem.key, problem.value
-    total = GradientSum(plan, Gradients.zeros(*tensors))
+    total = Gradients.zeros(*tensors)
     for task in plan.tasks:
         of_queries, of_keys = (
             [HeldTokens((r, tensor[:, :, r.start : r.stop]) for r in ranges) for tensor in side]
@@ -159,10 +159,11 @@ def _differentiate_one_by_one(part: Planned, answer: Partial, grad_output: Tenso
             )
         )
         found = worker.run_backward(task.steps, of_queries[0], *of_keys, *of_queries[1:])
-        queries = found.query.split(list(map(len, task.held_queries)), dim=2)
-        keys = (part.split(list(map(len, task.held_keys)), dim=2) for part in found[1:])
-        total.add(task.index, [*zip(queries, strict=True), *zip(*keys, strict=True)])
-    return total.finish()
+        held = task.held_queries, task.held_keys, task.held_keys
+        for sums, gradient, ranges in zip(total, found, held, strict=True):
+            for r, rows in zip(ranges, gradient.split(list(map(len, ranges)), dim=2), strict=True):
+                sums[:, :, r.start : r.stop] += rows
+    return total
 
 
 _forward = {_TOGETHER: LocalExecutor().run, _ALONE: _attend_one_by_one}

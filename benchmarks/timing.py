@@ -5,12 +5,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
-from cqs.report.progress import progress_bar
 from cqs.report.timing import Timer, run_in_turn
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_DELAY = 2.0
+"""Seconds of work before a bar appears."""
+
+
+def progress_bar(total: int, label: str = "", *, is_shown: bool = True) -> tqdm:
+    """Return a bar on stderr that appears after two seconds, on terminals only.
+
+    Args:
+        total: Number of updates until the work is done.
+        label: What is measured.
+        is_shown: False for no bar, as on all ranks but one.
+    """
+    disable = None if is_shown else True
+    return tqdm(total=total, desc=label, delay=_DELAY, disable=disable, leave=False)
 
 
 def track(

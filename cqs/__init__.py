@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cqs.scheduler import Plan, make_plan
+from cqs.scheduler import Plan as Plan
+from cqs.scheduler import make_plan as make_plan
 from cqs.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -19,22 +20,6 @@ if TYPE_CHECKING:
     from cqs.partial import AttentionOutput as AttentionOutput
     from cqs.problem.scores import Scores as Scores
 
-__all__ = [
-    "AttentionOutput",
-    "Cluster",
-    "Plan",
-    "Scores",
-    "VerificationError",
-    "as_completed",
-    "attention",
-    "distributed",
-    "flex_attention",
-    "make_plan",
-    "nn",
-    "patterns",
-    "streaming",
-]
-
 _LAZY = {
     "attention": "cqs.api",
     "AttentionOutput": "cqs.partial",
@@ -44,11 +29,13 @@ _LAZY = {
     "VerificationError": "cqs.executors.verify",
     "flex_attention": "cqs.integrations.flex",
 }
+_MODULES = ("distributed", "nn", "patterns", "streaming")
+__all__ = ["Plan", "make_plan", *_LAZY, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs numpy, torch or ray only when it is used: planning needs none."""
-    if name in ("distributed", "nn", "patterns", "streaming"):
+    if name in _MODULES:
         return import_module(f"cqs.{name}")
     if name in _LAZY:
         globals()[name] = getattr(import_module(_LAZY[name]), name)

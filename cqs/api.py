@@ -67,19 +67,9 @@ def _attention_in_graph(
     if score_mod is not None:
         return NotImplemented
     handles = *of_scores, handle_of(pattern), seed_of(dropout_p, seed)
-    options = (
-        is_causal,
-        scale,
-        softcap,
-        bias_requires_grad,
-        dropout_p,
-        num_tasks,
-        plan_text(plan),
-        backend,
-        verify,
-        progress,
-    )
-    output, lse = operator(query, key, value, *handles, *options)
+    of_problem = is_causal, scale, softcap, bias_requires_grad, dropout_p
+    of_call = num_tasks, plan_text(plan), backend, verify, progress
+    output, lse = operator(query, key, value, *handles, *of_problem, *of_call)
     return AttentionOutput(output, lse) if return_lse else output
 
 

@@ -16,62 +16,52 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _ADVICE = {
-    ("q",): "pass query, [batch, num_heads, seqlen, head_dim]",
-    ("k",): "pass key, [batch, num_kv_heads, seqlen, head_dim]",
-    ("v",): "pass value, [batch, num_kv_heads, seqlen, value_dim]",
-    ("attn_mask", "attention_mask", "mask", "key_padding_mask"): (
+    "q": "pass query, [batch, num_heads, seqlen, head_dim]",
+    "k": "pass key, [batch, num_kv_heads, seqlen, head_dim]",
+    "v": "pass value, [batch, num_kv_heads, seqlen, value_dim]",
+    "attn_mask attention_mask mask key_padding_mask": (
         "pass pattern=cqs.patterns.from_mask(mask), or scores=cqs.Scores(bias=mask) for "
         "floating-point values"
     ),
-    ("attn_bias", "bias"): "pass scores=cqs.Scores(bias=bias)",
-    ("pattern",): "pass it to cqs.attention",
-    ("block_mask",): "pass pattern=cqs.patterns.from_block_mask(block_mask)",
-    ("is_causal", "causal"): "pass is_causal to cqs.attention",
-    ("softmax_scale", "sm_scale", "scaling"): "pass scale",
-    ("dropout_p", "dropout", "p"): "pass dropout_p to cqs.attention",
-    ("window_size", "sliding_window", "local_window_size"): (
+    "attn_bias bias": "pass scores=cqs.Scores(bias=bias)",
+    "pattern scores": "pass it to cqs.attention",
+    "block_mask": "pass pattern=cqs.patterns.from_block_mask(block_mask)",
+    "is_causal causal": "pass is_causal to cqs.attention",
+    "softmax_scale sm_scale scaling": "pass scale",
+    "dropout_p dropout p": "pass dropout_p to cqs.attention",
+    "window_size sliding_window local_window_size": (
         "pass pattern=cqs.patterns.sliding_window(left, right) to cqs.attention"
     ),
-    ("scores",): "pass it to cqs.attention",
-    ("score_mod",): "pass scores=cqs.Scores(score_mod=score_mod) to cqs.attention",
-    ("alibi_slopes",): "pass scores=cqs.Scores(alibi_slopes=alibi_slopes) to cqs.attention",
-    ("softcap",): "pass scores=cqs.Scores(softcap=softcap) to cqs.attention",
-    ("sinks", "s_aux", "learnable_sink"): "pass scores=cqs.Scores(sinks=sinks) to cqs.attention",
-    ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"): (
-        "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, with "
-        "all documents in one batch element"
+    "score_mod": "pass scores=cqs.Scores(score_mod=score_mod) to cqs.attention",
+    "alibi_slopes": "pass scores=cqs.Scores(alibi_slopes=alibi_slopes) to cqs.attention",
+    "softcap": "pass scores=cqs.Scores(softcap=softcap) to cqs.attention",
+    "sinks s_aux learnable_sink": "pass scores=cqs.Scores(sinks=sinks) to cqs.attention",
+    "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv": (
+        "pass pattern=cqs.patterns.documents(cu_seqlens_q, cu_seqlens_k) to cqs.attention, "
+        "with all documents in one batch element"
     ),
-    (
-        "seqused_q",
-        "seqused_k",
-        "q_lengths",
-        "kv_lengths",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-    ): ("pass pattern=cqs.patterns.padded(q_lengths, kv_lengths) to cqs.attention"),
-    ("max_seqlen_q", "max_seqlen_k"): "leave it out: cumulative lengths suffice",
-    ("return_aux", "return_softmax_lse", "return_attn_probs", "need_weights"): (
+    "seqused_q seqused_k q_lengths kv_lengths query_seq_lengths key_value_seq_lengths": (
+        "pass pattern=cqs.patterns.padded(q_lengths, kv_lengths) to cqs.attention"
+    ),
+    "max_seqlen_q max_seqlen_k": "leave it out: cumulative lengths suffice",
+    "return_aux return_softmax_lse return_attn_probs need_weights": (
         "pass return_lse=True to get the log-sum-exp; weights and maxima are not kept"
     ),
-    ("enable_gqa",): "leave it out: query heads share KV heads where these are fewer",
-    ("kernel_options",): (
-        "leave it out: kernels choose their own tiles, and backend names a kernel"
-    ),
-    ("deterministic",): (
-        "leave it out: results are deterministic, except gradients by backend='cudnn'"
-    ),
-    ("group", "process_group"): "call cqs.distributed.attention(..., group=...)",
-    ("joint_query", "joint_key", "joint_value", "joint_position"): (
+    "enable_gqa": "leave it out: query heads share KV heads where these are fewer",
+    "kernel_options": "leave it out: kernels choose their own tiles, and backend names a kernel",
+    "deterministic": "leave it out: results are deterministic, except gradients by backend='cudnn'",
+    "group process_group": "call cqs.distributed.attention(..., group=...)",
+    "joint_query joint_key joint_value joint_position": (
         "concatenate the joint tokens with the others, or call cqs.distributed.attention"
     ),
-    ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value", "joint_strategy"): (
+    "joint_tensor_query joint_tensor_key joint_tensor_value joint_strategy": (
         "pass joint_query, joint_key, joint_value and joint_position to cqs.distributed.attention"
     ),
-    ("memory_budget", "device", "out", "resume"): (
+    "memory_budget device out resume": (
         "call cqs.streaming.attention, which computes within a memory budget"
     ),
 }
-ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names}
+ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,
 xFormers, JAX or Transformers that our functions lack."""
 

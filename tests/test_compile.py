@@ -185,6 +185,11 @@ GRAPH_PATTERNS = {
     ),
     "mask": lambda ends: from_mask(MASK) & causal(),
     "mask-heads": lambda ends: from_mask(MASK.expand(2, 4, -1, -1) & (ends[1] > 2)),
+    "block_sparse": lambda ends: block_sparse(torch.eye(4) * (ends[1] > 2), 10),
+    "acsr": lambda ends: acsr(
+        torch.arange(40) // 2, torch.ones(40, dtype=torch.int64), ends[1:].repeat(20) // 20
+    ),
+    "global_tokens": lambda ends: global_tokens(ends[1:2]) | WINDOW,
 }
 
 
@@ -358,20 +363,26 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "arguments",
     [
-        ("documents", (torch.tensor([0, 4, 9]),)),
-        ("padded", (torch.tensor([4, 9]), torch.tensor([2, 0]))),
-        ("from_mask", (MASK,)),
-        ("combine", ("&", HANDLE, HANDLE)),
-        ("numbered", ("sliding_window", "right", "[{}, None]", [3])),
+        ("cqs.patterns.positions:documents", "", "[...]", [], [torch.tensor([0, 4, 9])]),
+        (
+            "cqs.patterns.positions:padded",
+            "",
+            "[..., ...]",
+            [],
+            [torch.tensor([4, 9]), torch.tensor([2, 0])],
+        ),
+        ("cqs.patterns.masks:from_mask", "", "[...]", [], [MASK]),
+        ("cqs.patterns.pattern:combine", "", "['&', b'', b'']", [], [HANDLE, HANDLE]),
+        ("cqs.patterns.positions:sliding_window", "right", "[{}, None]", [3], []),
     ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ids=lambda each: each[0].partition(":")[2],
 )
-def test_operators_of_patterns_pass_opcheck(name, arguments):
+def test_the_operator_of_patterns_passes_opcheck(arguments):
     from cqs.executors import operators  # noqa: F401
 
-    opcheck(getattr(torch.ops.cqs, name).default, arguments)
+    opcheck(torch.ops.cqs.made.default, arguments)
 
 
 def test_a_handle_keeps_its_value_and_no_longer():

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import cqs
 from cqs.arguments import as_integer
@@ -16,7 +17,6 @@ from cqs.plotting import check_picture
 from cqs.report.drivers import LocalDriver, RayDriver
 from cqs.report.measurement import append_rows, check_rows
 from cqs.report.page import FILE, check_directory, write_report
-from cqs.report.progress import progress_bar
 from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.sections import summarize_rows
 from cqs.report.settings import Settings
@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> None:
             else:
                 cluster = cqs.Cluster(options.actors, address=options.address)
                 driver = RayDriver(settings, stack.enter_context(cluster))
-            bar = stack.enter_context(progress_bar(len(keys) * (1 + settings.repeats)))
+            number = len(keys) * (1 + settings.repeats)
+            bar = stack.enter_context(tqdm(total=number, delay=2.0, disable=None, leave=False))
             for name, num_tasks in keys:
                 bar.set_description(f"W = {num_tasks}, {name}")
                 rows.append(driver.measure(num_tasks, name, bar.update))

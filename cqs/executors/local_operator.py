@@ -30,8 +30,8 @@ class Options(NamedTuple):
     bias: Tensor | None
     pattern: Tensor | None
     """Handle of the pattern."""
-    seed: Tensor | None
-    """Random seed of dropout, int64 on the CPU."""
+    seed: Tensor | int | None
+    """Random seed of dropout, in a graph int64 on the CPU."""
     is_causal: bool
     scale: float | None
     softcap: float | None
@@ -55,16 +55,11 @@ class Options(NamedTuple):
             scale=self.scale,
             dropout_p=self.dropout_p,
             seed=None if self.seed is None else int(self.seed),
-            scores=self.scores,
+            scores=Scores(self.sinks, self.softcap, self.alibi_slopes, self.bias),
         )
         if self.bias_requires_grad and problem.terms is not None:
             return replace(problem, terms=replace(problem.terms, bias_requires_grad=True))
         return problem
-
-    @property
-    def scores(self) -> Scores:
-        """The argument ``scores``."""
-        return Scores(self.sinks, self.softcap, self.alibi_slopes, self.bias)
 
     def make_plan(self, part: Problem) -> Plan:
         """Return the plan of a part of the problem."""
@@ -97,21 +92,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial:
     chosen = Options(*options)
     if chosen.num_tasks is not None:
         as_integer("num_tasks", chosen.num_tasks, 1)
-    if chosen.backend is not None:
-        check_backend_name(chosen.backend)
-    problem = check_problem(
-        query,
-        key,
-        value,
-        is_causal=chosen.is_causal,
-        scale=1.0 if chosen.scale is None else chosen.scale,  # head_dim may be a symbol
-        dropout_p=chosen.dropout_p,
-        seed=0,
-        scores=chosen.scores,
-    )
+    check_backend_name(chosen.backend)
     if chosen.plan is not None:
         check_kind(read_plan(chosen.plan))
-    return problem.empty_answer()
+    scale = 1.0 if chosen.scale is None else chosen.scale  # head_dim may be a symbol
+    without_values = chosen._replace(scale=scale, pattern=None, seed=0)
+    return without_values.check(query, key, value).empty_answer()
 
 
 def _differentiate(

@@ -5,18 +5,18 @@ of plans become names, and the random seed of dropout becomes a tensor.
 """
 
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs import patterns
 from cqs.partial import Gradients
-from cqs.patterns import Pattern, documents, from_mask, padded
+from cqs.patterns import Pattern
 from cqs.patterns.handle import new_handle, read_handle
-from cqs.patterns.pattern import InGraph, combine
+from cqs.patterns.pattern import InGraph
 from cqs.problem.masks import check_is_pattern
 from cqs.scheduler import Kind
 from cqs.scheduler.kinds import read_kind
@@ -52,34 +52,38 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
     if pattern.make is read_pattern:  # an operator has made it before
         handle: Tensor = arguments[0]
         return handle
-    if pattern.operator is not None:
-        operator: Callable[..., Tensor] = getattr(torch.ops.cqs, pattern.operator)
-        return operator(*map(_operand, arguments), **{k: _operand(v) for k, v in options.items()})
-    if torch.compiler.is_dynamo_compiling():
+    numbers: list[int] = []
+    tensors: list[Any] = []
+    template = _template([*arguments, *options.values()], numbers, tensors)
+    is_constant = not tensors
+    if is_constant and torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        numbers: list[int] = []
-        template = _template([*arguments, *options.values()], numbers)
         comptime(_look_at_numbers)
-        if not _are_constant():
-            handle = _numbered(pattern.make.__name__, " ".join(options), template, numbers)
-            return handle
-    return handle_of(_make_constant(pattern.make, *arguments, **options))
+        is_constant = _are_constant()
+    if is_constant:
+        return handle_of(_make_constant(pattern.make, *arguments, **options))
+    maker = f"{pattern.make.__module__}:{pattern.make.__name__}"
+    handle = _made(maker, " ".join(options), template, numbers, tensors)
+    return handle
 
 
-def _operand(argument: Any) -> Any:
-    """Return an argument of an operator: handles for patterns, and tensors for lists."""
-    if isinstance(argument, Pattern):
-        return handle_of(argument)
-    return torch.tensor(argument) if isinstance(argument, (list, tuple)) else argument
+def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
+    """Return the literal of arguments, without integers, tensors and patterns.
 
-
-def _template(value: Any, numbers: list[int]) -> str:
-    """Return the literal of arguments with "{}" for each integer, which is added to ``numbers``."""
+    Integers are added to ``numbers`` and replaced by "{}", tensors are added to ``tensors`` and
+    replaced by an ellipsis, and so are handles of patterns, replaced by an empty bytes literal.
+    """
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join([_template(each, numbers) for each in value]) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value)
+        return "[" + ", ".join([_template(each, numbers, tensors) for each in value]) + "]"
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, Pattern):
+        tensors.append(handle_of(value))
+        return "b''"
+    if not isinstance(value, int) and hasattr(value, "dtype"):  # a symbol is an int
+        tensors.append(torch.as_tensor(value))
+        return "..."
     numbers.append(value)
     return "{}"
 
@@ -114,57 +118,48 @@ for _function in (_are_constant, _make_constant):
     _function._dynamo_marked_constant = True
 
 
-def new_handle_tensor(pattern: Pattern) -> Tensor:
-    """Return a new handle of a pattern."""
-    return torch.from_numpy(new_handle(pattern))
-
-
 def read_pattern(handle: Tensor) -> Pattern:
     """Return the pattern of a handle."""
     pattern: Pattern = read_handle(handle.numpy())
     return pattern
 
 
-@torch.library.custom_op("cqs::documents", mutates_args=(), tags=HOST_TAGS)
-def _documents(
-    cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None = None, *, is_causal: bool = True
+@torch.library.custom_op("cqs::made", mutates_args=(), tags=HOST_TAGS)
+def _made(
+    maker: str, names: str, template: str, numbers: list[int], tensors: list[Tensor]
 ) -> Tensor:
-    return new_handle_tensor(documents(cu_seqlens, cu_seqlens_kv, is_causal=is_causal))
-
-
-@torch.library.custom_op("cqs::padded", mutates_args=(), tags=HOST_TAGS)
-def _padded(lengths: Tensor, lengths_kv: Tensor | None = None) -> Tensor:
-    return new_handle_tensor(padded(lengths, lengths_kv))
-
-
-@torch.library.custom_op("cqs::from_mask", mutates_args=(), tags=HOST_TAGS)
-def _from_mask(mask: Tensor) -> Tensor:
-    return new_handle_tensor(from_mask(mask))
-
-
-@torch.library.custom_op("cqs::combine", mutates_args=(), tags=HOST_TAGS)
-def _combine(operator: str, left: Tensor, right: Tensor) -> Tensor:
-    return new_handle_tensor(combine(operator, read_pattern(left), read_pattern(right)))
-
-
-@torch.library.custom_op("cqs::numbered", mutates_args=(), tags=HOST_TAGS)
-def _numbered(name: str, names: str, template: str, numbers: list[int]) -> Tensor:
-    """Make a pattern of numbers that differ between runs, such as a part of the length.
+    """Make a pattern of tensors, or of numbers that differ between runs, such as a length.
 
     Args:
-        name: Name of the function in :mod:`cqs.patterns`.
+        maker: Module and name of the function that makes the pattern, separated by a colon.
         names: Names of the last arguments, separated by spaces.
-        template: Literal of the list of all arguments, with "{}" in place of integers.
+        template: Literal of the list of all arguments, see :func:`_template`.
         numbers: The integers.
+        tensors: The tensors, and handles of the patterns.
     """
-    given = literal_eval(template.format(*numbers))
+    module, _, name = maker.partition(":")
+    given = _filled(literal_eval(template.format(*numbers)), iter(tensors))
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
-    return new_handle_tensor(getattr(patterns, name)(*given[:first], **options))
+    pattern = getattr(import_module(module), name)(*given[:first], **options)
+    return torch.from_numpy(new_handle(pattern))
 
 
-for _maker in (_documents, _padded, _from_mask, _combine, _numbered):
-    _maker.register_fake(lambda *_, **__: torch.empty(1, dtype=torch.float64, device="cpu"))
+_made.register_fake(lambda *_: torch.empty(1, dtype=torch.float64, device="cpu"))
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the arguments of a template, with the tensors and patterns in their places."""
+    if isinstance(value, list):
+        return [_filled(each, tensors) for each in value]
+    if value is ...:
+        return next(tensors)
+    return read_pattern(next(tensors)) if value == b"" else value
+
+
+def made_once(make: Callable[..., Pattern], *arguments: Any) -> Pattern:
+    """Return a pattern that one operator of the graph that is being traced makes for all uses."""
+    return InGraph(read_pattern, (handle_of(InGraph(make, arguments, {})),), {})
 
 
 def plan_text(plan: Kind | str | None) -> str | None:

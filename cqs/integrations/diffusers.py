@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 import cqs.distributed
 from cqs.api import attention
 from cqs.executors.distributed.agreement import errors_shared
-from cqs.executors.operators import HOST_TAGS, new_handle_tensor, read_pattern
+from cqs.executors.operators import made_once
 from cqs.integrations import diffusers_parallel, masks
 from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.masks import as_array
-from cqs.patterns.pattern import InGraph
 from cqs.worker.backends import check_backend_name
 
 _MASKED = -5000.0
@@ -169,20 +168,13 @@ def _pattern_of(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: 
     if not torch.compiler.is_dynamo_compiling():
         return _read_mask(mask, batch, seqlen_q, seqlen_kv, group)
     name = "" if group is None else group.group_name
-    handle = _make_in_graph(mask, batch, seqlen_q, seqlen_kv, name)
-    return InGraph(read_pattern, (handle,), {})
+    return made_once(_read_in_graph, mask, batch, seqlen_q, seqlen_kv, name)
 
 
-@torch.library.custom_op("cqs::diffusers_mask", mutates_args=(), tags=HOST_TAGS)
-def _make_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Tensor:
+def _read_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Pattern:
+    """Return the pattern of a mask, given the name of the group."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    joined = resolve(group) if group else None
-    return new_handle_tensor(_read_mask(mask, batch, seqlen_q, seqlen_kv, joined))
-
-
-@_make_in_graph.register_fake
-def _(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
+    return _read_mask(mask, batch, seqlen_q, seqlen_kv, resolve(group) if group else None)
 
 
 def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:

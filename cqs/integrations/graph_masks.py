@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.operators import HOST_TAGS, handle_of, new_handle_tensor, read_pattern
+from cqs.executors.operators import made_once
 from cqs.integrations import masks
-from cqs.integrations.pattern_mask import GraphMask
-from cqs.patterns import Pattern, documents, sliding_window
+from cqs.integrations.pattern_mask import KnownMask
+from cqs.patterns import Pattern, documents, from_mask, sliding_window
 from cqs.patterns.masks import as_array
 from cqs.patterns.pattern import InGraph
 
@@ -54,8 +54,8 @@ def with_pattern(
         comptime(_recognise)
         name = _name()
     if not name:
-        handle = torch.ops.cqs.from_mask(dense)
-        dense.cqs = GraphMask(_of_handle(handle), False, False)  # type: ignore[attr-defined]
+        known = KnownMask(made_once(from_mask, dense), False, False)
+        dense.cqs = known  # type: ignore[attr-defined]
         return dense
     visible = joined = None
     if attention_mask is not None:
@@ -66,32 +66,26 @@ def with_pattern(
         later = torch.arange(1, q_length, device=device)
         element = torch.arange(batch, device=device)[:, None]
         joined = mask_function(element, element.new_zeros(()), later, later - 1)
-    handle = _make_mask(handle_of(_pattern()), visible, joined, q_length, kv_length, batch)
+    pattern = made_once(_make_mask, _pattern(), visible, joined, q_length, kv_length, batch)
     is_plain = visible is None and joined is None
-    pattern = _of_handle(handle)
-    dense.cqs = GraphMask(  # type: ignore[attr-defined]
+    dense.cqs = KnownMask(  # type: ignore[attr-defined]
         pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
     )
     return dense
 
 
-def _of_handle(handle: Tensor) -> Pattern:
-    return InGraph(read_pattern, (handle,), {})
-
-
-@torch.library.custom_op("cqs::transformers_mask", mutates_args=(), tags=HOST_TAGS)
 def _make_mask(
-    pattern: Tensor,
+    pattern: Pattern,
     visible: Tensor | None,
     joined: Tensor | None,
     q_length: int,
     kv_length: int,
     batch: int,
-) -> Tensor:
-    """Return the handle of the pattern of a mask, of the batch as one sequence if rows may differ.
+) -> Pattern:
+    """Return the pattern of a mask, of the batch as one sequence if rows may differ.
 
     Args:
-        pattern: Handle of the pattern of the mask function, without packed sequences.
+        pattern: Pattern of the mask function, without packed sequences.
         visible: True for keys that are not padding, bool ``[batch, kv_length]``.
         joined: Whether token ``i + 1`` is in the sequence of token ``i``, bool
             ``[batch, q_length - 1]``; ``None`` if sequences are not packed.
@@ -99,10 +93,9 @@ def _make_mask(
         kv_length: Number of keys.
         batch: Number of batch elements.
     """
-    found = read_pattern(pattern)
     if visible is None and joined is None:
-        return new_handle_tensor(found)
-    rows = [found] * batch
+        return pattern
+    rows = [pattern] * batch
     if joined is not None:
         ends = [[0, *(~row).nonzero()[0] + 1, q_length] for row in as_array(joined)]
         rows = [
@@ -111,35 +104,19 @@ def _make_mask(
     if visible is not None:
         padding = masks.of_padding(as_array(visible))
         rows = [row & padding.head(element, 0) for element, row in enumerate(rows)]
-    whole = rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
-    return new_handle_tensor(whole)
-
-
-@_make_mask.register_fake
-def _(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
+    return rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
 
 
 def unstacked(pattern: Pattern) -> Pattern:
     """Return the pattern of batch elements in place of that of the batch as one sequence."""
     if isinstance(pattern, InGraph):
-        return _of_handle(torch.ops.cqs.unstacked(handle_of(pattern)))
+        return made_once(unstacked, pattern)
     return masks.by_batch(pattern.rows) if isinstance(pattern, masks.Stacked) else pattern
 
 
-@torch.library.custom_op("cqs::unstacked", mutates_args=(), tags=HOST_TAGS)
-def _unstack(pattern: Tensor) -> Tensor:
-    return new_handle_tensor(unstacked(read_pattern(pattern)))
-
-
-@_unstack.register_fake
-def _(_: Tensor) -> Tensor:
-    return torch.empty(1, dtype=torch.float64, device="cpu")
-
-
-def pattern_of(attention_mask: Tensor | None) -> GraphMask | None:
+def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     """Return the pattern of a mask that this graph has made, unless an operation changed it."""
-    found: GraphMask | None = getattr(attention_mask, "cqs", None)
+    found: KnownMask | None = getattr(attention_mask, "cqs", None)
     if found is None:
         return None
     from torch._dynamo.comptime import comptime

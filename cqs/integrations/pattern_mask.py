@@ -16,8 +16,8 @@ from cqs.uncompiled import uncompiled
 _aten = torch.ops.aten
 
 
-class GraphMask(NamedTuple):
-    """The pattern of a mask in a graph of ``torch.compile``, and what a layer must know of it."""
+class KnownMask(NamedTuple):
+    """The pattern of a mask that nothing has changed, and what a layer must know of it."""
 
     pattern: Pattern
     is_stacked: bool
@@ -52,9 +52,9 @@ class MaskSource:
         return self.make_pattern()
 
     @cached_property
-    def in_graph(self) -> "GraphMask":
-        """The pattern as a layer in a graph reads it, if the mask was made outside of the graph."""
-        return GraphMask(self.pattern, isinstance(self.pattern, Stacked), self.pattern == causal())
+    def known(self) -> "KnownMask":
+        """The pattern as a layer reads it, valid as long as ``dense`` is ``None``."""
+        return KnownMask(self.pattern, isinstance(self.pattern, Stacked), self.pattern == causal())
 
     def read(self) -> Tensor:
         """Return the ordinary tensor, allocated on the first call."""
@@ -135,6 +135,9 @@ class PatternMask(Tensor):
 def _read(mask: PatternMask, dtype: torch.dtype) -> Tensor:
     """Return the ordinary mask: an additive one, as transformers' ``eager_mask``, for floats."""
     visible = mask.source.read()
-    if not dtype.is_floating_point:
-        return visible
+    return as_added(visible, dtype) if dtype.is_floating_point else visible
+
+
+def as_added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask as eager attention adds it to scores."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)

@@ -18,18 +18,13 @@ import cqs.distributed
 from cqs.api import AnyExecutor, attention
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.integrations import graph_masks, masks, own_attention
-from cqs.integrations.pattern_mask import GraphMask, MaskSource, PatternMask
-from cqs.patterns import Pattern, causal, documents, from_mask, sliding_window
+from cqs.integrations.pattern_mask import KnownMask, MaskSource, PatternMask, as_added
+from cqs.patterns import Pattern, documents, from_mask, sliding_window
 from cqs.problem.scores import Scores
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 from cqs.worker.backends import check_backend_name
 
-_NOT_HONOURED = (
-    "block_indices",
-    "cache",
-    "head_mask",
-    "sinks",
-)
+_NOT_HONOURED = ("block_indices", "cache", "head_mask", "sinks")
 """Arguments of layers, besides a mask, that change the result and are not supported."""
 _NOT_SHARDED = ("indices", "output_attentions", "position_bias")
 """Those that are not supported with a process group."""
@@ -166,7 +161,9 @@ class _Implementation:
         lengths = query.shape[2], key.shape[2]
         try:
             if self.group is None and asked.get("output_attentions"):
-                eager, mask = _eager_of(module), _as_added(attention_mask, query.dtype)
+                eager, mask = _eager_of(module), attention_mask
+                if mask is not None and mask.dtype == torch.bool:
+                    mask = as_added(mask, query.dtype)
                 asked |= {"dropout": dropout, "scaling": scaling}
                 weighted: tuple[Tensor, Tensor] = eager(module, query, key, value, mask, **asked)
                 return weighted
@@ -180,8 +177,8 @@ class _Implementation:
                 query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             scores = Scores(asked.get("s_aux"), asked.get("softcap"), bias=bias)
             compute = partial(self.compute, scale=scaling, dropout_p=dropout, scores=scores)
-            in_graph, indices = _graph_mask_of(attention_mask), asked.get("indices")
-            if isinstance(pattern, masks.Stacked) or in_graph is not None and in_graph.is_stacked:
+            known, indices = _known_mask(attention_mask, lengths), asked.get("indices")
+            if known is not None and known.is_stacked:
                 if bias is None and indices is None:
                     compute = partial(_compute_stacked, compute)
                 else:
@@ -211,21 +208,11 @@ class _Implementation:
         bias: Tensor | None = None
         if is_causal is False and attention_mask is not None and _sets_is_causal(type(module)):
             is_causal = None
-        in_graph = _graph_mask_of(attention_mask)
-        if in_graph and attention_mask is not None and attention_mask.shape[2:] == lengths:
-            pattern = in_graph.pattern
-            if is_causal is False and in_graph.is_causal and lengths[0] == lengths[1]:
-                pattern = sliding_window(None, None)
-        elif (
-            isinstance(attention_mask, PatternMask)
-            and attention_mask.source.dense is None
-            # Otherwise it is broadcast, as in transformers: its cache for a sliding window of 1
-            # returns all keys, and a mask for one.
-            and tuple(attention_mask.shape[2:]) == lengths
-        ):
-            pattern = attention_mask.source.pattern
+        known = _known_mask(attention_mask, lengths)
+        if known is not None:
+            pattern = known.pattern
             # Transformers' sdpa has no mask then, and asks the layer.
-            if is_causal is False and pattern == causal() and lengths[0] == lengths[1]:
+            if is_causal is False and known.is_causal and lengths[0] == lengths[1]:
                 pattern = sliding_window(None, None)
         elif attention_mask is not None:
             if self.group is not None:
@@ -341,7 +328,7 @@ class _Implementation:
 
         source = MaskSource(make_pattern, make_dense)
         if "torch._dynamo" in sys.modules:  # a compiled model may read the mask
-            source.in_graph  # noqa: B018
+            source.known  # noqa: B018
         return PatternMask(shape, device, source)
 
     def mask_in_graph(
@@ -367,14 +354,18 @@ class _Implementation:
         return graph_masks.with_pattern(dense, mask_function, q_offset, kv_offset, attention_mask)
 
 
-def _graph_mask_of(attention_mask: Tensor | None) -> GraphMask | None:
-    """Return the pattern of a mask in a graph of ``torch.compile``, or ``None``."""
-    if not torch.compiler.is_dynamo_compiling():
+def _known_mask(attention_mask: Tensor | None, lengths: tuple[int, int]) -> KnownMask | None:
+    """Return the pattern of a mask that nothing has changed, or ``None`` for other masks.
+
+    A mask for other lengths is broadcast, as in transformers: its cache for a sliding window of 1
+    returns all keys, and a mask for one.
+    """
+    if attention_mask is None or attention_mask.shape[2:] != lengths:
         return None
     if isinstance(attention_mask, PatternMask):
         source = attention_mask.source
-        return source.in_graph if source.dense is None else None
-    return graph_masks.pattern_of(attention_mask)
+        return source.known if source.dense is None else None
+    return graph_masks.pattern_of(attention_mask) if torch.compiler.is_dynamo_compiling() else None
 
 
 def _sets_is_causal(layer: Any) -> bool:
@@ -398,14 +389,6 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
     )
     found: Callable[..., Any] = eager
     return found
-
-
-def _as_added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as eager attention adds it to scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    hidden = ~mask
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def _no_dense_mask() -> Tensor:

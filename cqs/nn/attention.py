@@ -1,5 +1,7 @@
 """Self-attention that is tensor-parallel over heads and context-parallel over the sequence."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,16 +83,11 @@ class SelfAttention(nn.Module):
         if self.pattern is not None:
             pattern = self.pattern if pattern is None else self.pattern & pattern
         heads = self.project(hidden, tokens)
-        if self.mesh is None:
-            output = attend(*heads, is_causal=self.is_causal, pattern=pattern)
-        else:
-            output = attend_shards(
-                *heads,
-                group=self.mesh.get_group("sequence"),
-                is_causal=self.is_causal,
-                pattern=pattern,
-                head_parallel=self.head_parallel,
-            )
+        compute: Callable[..., Any] = attend
+        if self.mesh is not None:
+            group = self.mesh.get_group("sequence")
+            compute = partial(attend_shards, group=group, head_parallel=self.head_parallel)
+        output = compute(*heads, is_causal=self.is_causal, pattern=pattern)
         assert isinstance(output, Tensor)
         return self.merge(output)
 

@@ -6,13 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, parallel
 
 from cqs.arguments import as_integer
 from cqs.nn.attention import SelfAttention
@@ -119,12 +113,12 @@ class HybridTransformerBlock(nn.Module):
         )
         self.feed_forward = FeedForward(hidden_size, feed_forward_size, mesh=mesh, **placement)
         if mesh is not None:
-            norm = SequenceParallel(use_local_output=True)
-            row = RowwiseParallel(output_layouts=Shard(1))
+            norm = parallel.SequenceParallel(use_local_output=True)
+            row = parallel.RowwiseParallel(output_layouts=Shard(1))
             styles = {"*_norm": norm, "attention.output": row, "feed_forward.down": row}
             for name in ("attention.[qkv]*", "feed_forward.gate", "feed_forward.up"):
-                styles[name] = ColwiseParallel()
-            parallelize_module(self, mesh["tensor"], styles)
+                styles[name] = parallel.ColwiseParallel()
+            parallel.parallelize_module(self, mesh["tensor"], styles)
             broadcast_parameters(self, mesh, "sequence")
 
     @uncompiled_on_mesh

@@ -81,19 +81,16 @@ class Gradients(NamedTuple):
     """``[batch, num_kv_heads, rows, value_dim]``."""
 
     @classmethod
-    def zeros(
-        cls, query: Tensor, key: Tensor, value: Tensor, device: str | None = None
-    ) -> "Gradients":
+    def zeros(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
         """Return zero gradients in the accumulation dtype, float32 or float64.
 
         Args:
             query: ``[batch, num_heads, rows, head_dim]``.
             key: ``[batch, num_kv_heads, rows, head_dim]``.
             value: ``[batch, num_kv_heads, rows, value_dim]``.
-            device: Device of the gradients; ``None`` means that of the tensors.
         """
         dtype = lse_dtype(query.dtype)
-        return cls(*(t.new_zeros(t.shape, dtype=dtype, device=device) for t in (query, key, value)))
+        return cls(*(t.new_zeros(t.shape, dtype=dtype) for t in (query, key, value)))
 
 
 def check_partial(partial: Partial, answer: Partial, num_rows: int, name: str) -> None:

@@ -17,7 +17,7 @@ from cqs.patterns.piece import Axis, Piece
 Words = NDArray[np.uint64]
 
 
-@made_in_graphs()
+@made_in_graphs
 def bigbird(
     *,
     block: int = 64,

@@ -12,13 +12,7 @@ from cqs.arguments import as_integer
 from cqs.patterns.algebra import tidy_all
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.pattern import (
-    Lengths,
-    Pattern,
-    content_digest,
-    made_in_graphs,
-    per_head,
-)
+from cqs.patterns.pattern import Lengths, Pattern, content_digest, made_in_graphs, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
 from cqs.patterns.positions import as_list
 from cqs.uncompiled import uncompiled
@@ -28,7 +22,7 @@ MASKED_OUT = -9984.0
 common use, rounded to bfloat16."""
 
 
-@made_in_graphs("from_mask")
+@made_in_graphs
 def from_mask(mask: Any) -> Pattern:
     """Return the pattern of a boolean or additive mask, for sequences of its lengths.
 
@@ -60,7 +54,7 @@ def from_mask(mask: Any) -> Pattern:
     return _per_head(array, one)
 
 
-@made_in_graphs()
+@made_in_graphs
 def block_sparse(layout: Any, block: int) -> Pattern:
     """Return the pattern of a block layout, for sequences of as many blocks.
 
@@ -303,7 +297,7 @@ def as_array(values: Any) -> NDArray[Any]:
         return np.asarray(values.float())
 
 
-@made_in_graphs()
+@made_in_graphs
 def acsr(start: Any, step: Any, count: Any) -> Pattern:
     """Return the pattern in which query i sees keys ``start[i] + step[i] * c``, c < ``count[i]``.
 

@@ -307,11 +307,9 @@ class InGraph(Pattern):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     """Keyword arguments."""
-    operator: str | None = None
-    """Name of an operator in ``torch.ops.cqs`` with the same arguments, in which handles represent
-    patterns; ``None`` if the arguments are numbers or lists of them."""
 
     @cached_property
+    @uncompiled
     def made(self) -> Pattern:
         """The pattern that is made."""
         make = getattr(self.make, "__wrapped__", self.make)  # what would be replaced in a graph
@@ -343,32 +341,21 @@ class InGraph(Pattern):
         return repr(self.made)
 
 
-def made_in_graphs(operator: str | None = None) -> Callable[[_Maker], _Maker]:
-    """Make calls of a function in compiled functions return an :class:`InGraph`.
+def made_in_graphs(make: _Maker) -> _Maker:
+    """Make calls of a function in compiled functions return an :class:`InGraph`."""
 
-    Args:
-        operator: Name of the operator for calls with tensors or arrays. Without one the graph
-            breaks at these calls, because their elements are unknown when it is compiled.
-    """
+    def in_graph(*args: Any, **kwargs: Any) -> Pattern:
+        return InGraph(decorated, args, kwargs)
 
-    def decorate(make: _Maker) -> _Maker:
-        def in_graph(*args: Any, **kwargs: Any) -> Any:
-            given = [each for each in (*args, *kwargs.values()) if not isinstance(each, int)]
-            if not any(hasattr(each, "dtype") for each in given):
-                return InGraph(decorated, args, kwargs)
-            return InGraph(decorated, args, kwargs, operator) if operator else NotImplemented
-
-        decorated: Any = replaced_in_graphs(in_graph, lambda: 0)(make)
-        made: _Maker = decorated
-        return made
-
-    return decorate
+    decorated: Any = replaced_in_graphs(in_graph, lambda: 0)(make)
+    made: _Maker = decorated
+    return made
 
 
 def _combine_in_graph(operator: str, left: Pattern, right: Pattern) -> Pattern:
     if not isinstance(right, Pattern):
         return NotImplemented
-    return InGraph(combine, (operator, left, right), {}, "combine")
+    return InGraph(combine, (operator, left, right), {})
 
 
 @replaced_in_graphs(_combine_in_graph, lambda: 0)

@@ -23,7 +23,7 @@ def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
     return BoundPattern(*lengths, tuple(tidy_all(pieces)))
 
 
-@made_in_graphs()
+@made_in_graphs
 def causal() -> Pattern:
     """Return the causal pattern: a query at position p sees the keys ``j <= p``.
 
@@ -36,7 +36,7 @@ def causal() -> Pattern:
     return _Regular("causal", (), _window)
 
 
-@made_in_graphs()
+@made_in_graphs
 def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
     """Return a sliding window: a query at position p sees the keys ``p - left .. p + right``.
 
@@ -62,7 +62,7 @@ def sliding_window(left: int | None, right: int | None = 0) -> Pattern:
     return _Regular("sliding_window", (left, right), _window)
 
 
-@made_in_graphs()
+@made_in_graphs
 def dilated(left: int, right: int, step: int) -> Pattern:
     """Return a dilated window: a query sees keys ``p + step * n`` for ``-left <= n <= right``.
 
@@ -85,7 +85,7 @@ def dilated(left: int, right: int, step: int) -> Pattern:
     return _Regular("dilated", (left, right, step), _dilated)
 
 
-@made_in_graphs()
+@made_in_graphs
 def strided(stride: int) -> Pattern:
     """Return strided attention: the last ``stride`` keys, and every ``stride``-th key before.
 
@@ -100,7 +100,7 @@ def strided(stride: int) -> Pattern:
     return _Regular("strided", (as_integer("stride", stride, 1),), _strided)
 
 
-@made_in_graphs()
+@made_in_graphs
 def fixed(stride: int, columns: int) -> Pattern:
     """Return fixed attention: a query's own block, and summary columns of all earlier blocks.
 
@@ -126,7 +126,7 @@ def fixed(stride: int, columns: int) -> Pattern:
     return _Regular("fixed", (stride, columns), _fixed)
 
 
-@made_in_graphs()
+@made_in_graphs
 def block_diagonal(size: int) -> Pattern:
     """Return diagonal blocks: a query at position p sees keys with ``j // size == p // size``.
 
@@ -182,7 +182,7 @@ def _block_diagonal(lengths: Lengths, size: int) -> list[Piece]:
     return [Piece(lengths.queries(size), lengths.keys(size), 0, 0)]
 
 
-@made_in_graphs()
+@made_in_graphs
 def global_tokens(indices: int | Iterable[int]) -> Pattern:
     """Return the pattern in which some tokens see every key and are seen by every query.
 
@@ -200,7 +200,7 @@ def global_tokens(indices: int | Iterable[int]) -> Pattern:
     return _GlobalTokens(_as_runs("indices", indices))
 
 
-@made_in_graphs()
+@made_in_graphs
 def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     """Return the Longformer pattern: a sliding window and global tokens.
 
@@ -218,7 +218,7 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
     return sliding_window(side, side) | _GlobalTokens(_as_runs("global_tokens", global_tokens))
 
 
-@made_in_graphs("documents")
+@made_in_graphs
 def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = True) -> Pattern:
     """Return the pattern of packed documents: a query sees only keys of its own document.
 
@@ -255,7 +255,7 @@ def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = T
     return _Documents(ends, ends_kv, as_bool("is_causal", is_causal))
 
 
-@made_in_graphs("padded")
+@made_in_graphs
 def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
     """Return the pattern of a padded batch: element b has only its first ``lengths[b]`` tokens.
 

@@ -15,10 +15,10 @@ from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
-from cqs.problem.masks import add_mask, check_mask, check_pattern
+from cqs.problem.masks import add_mask, check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, check_scores
-from cqs.problem.tensors import check_tensor
+from cqs.problem.tensors import check_tensor, dense_option
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
@@ -159,10 +159,16 @@ class Problem:
 
     def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
         """Divide this problem into tasks; see :func:`cqs.make_plan`."""
-        lengths = self.query.shape[2], self.key.shape[2]
-        tile = GPU_TILE if self.query.is_cuda else 1
-        plan = _cached_plan if type(num_tasks) is int and kind is None else _make_plan
-        return plan(*lengths, num_tasks, self.is_causal, kind, tile, self.pattern)
+        cached = _cached_plan if type(num_tasks) is int and kind is None else make_plan
+        return cached(
+            self.query.shape[2],
+            self.key.shape[2],
+            num_tasks=num_tasks,
+            is_causal=self.is_causal,
+            kind="quorums" if kind is None else kind,
+            tile=GPU_TILE if self.query.is_cuda else 1,
+            pattern=self.pattern,
+        )
 
     def empty_answer(self) -> Partial:
         """Allocate the output, in the dtype and on the device of the query, and the LSE."""
@@ -173,27 +179,7 @@ class Problem:
         )
 
 
-def _make_plan(
-    seqlen_q: int,
-    seqlen_kv: int,
-    num_tasks: int,
-    is_causal: bool,
-    kind: Kind | str | None,
-    tile: int,
-    pattern: Pattern | None,
-) -> Plan:
-    return make_plan(
-        seqlen_q,
-        seqlen_kv,
-        num_tasks=num_tasks,
-        is_causal=is_causal,
-        kind="quorums" if kind is None else kind,
-        tile=tile,
-        pattern=pattern,
-    )
-
-
-_cached_plan = lru_cache(maxsize=64)(_make_plan)
+_cached_plan = lru_cache(maxsize=64)(make_plan)
 """Repeated calls skip the checks of its arguments, which must be hashable."""
 
 
@@ -258,15 +244,13 @@ def check_problem(
             f"num_kv_heads must be 1 or num_heads, {num_heads}, without enable_gqa, "
             f"got {num_kv_heads}"
         )
+    sizes = batch, num_heads, query.shape[2], key.shape[2]
     if attn_mask is not None:
-        sizes = batch, num_heads, query.shape[2], key.shape[2]
-        attn_mask = check_mask(attn_mask)
+        attn_mask = dense_option("attn_mask", attn_mask)
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     if type(is_causal) is not bool:
         is_causal = as_bool("is_causal", is_causal)
-    is_causal, pattern = check_pattern(
-        pattern, is_causal, batch, num_heads, query.shape[2], key.shape[2]
-    )
+    is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     if not query.shape[0] == key.shape[0] == value.shape[0]:

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from cqs.patterns import Pattern, causal, from_mask, sliding_window
 from cqs.problem.scores import Scores, check_is_scores
-from cqs.problem.tensors import DTYPES, dense_value
-
-
-def check_mask(attn_mask: Tensor) -> Tensor:
-    """Return a mask whose memory has its values, or raise TypeError."""
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
-    return dense_value("attn_mask", attn_mask)
+from cqs.problem.tensors import check_kind, with_four_dimensions
 
 
 def add_mask(
@@ -38,22 +31,10 @@ def add_mask(
         TypeError: ``attn_mask`` has another dtype.
         ValueError: ``attn_mask`` has another shape or device, or ``scores`` has a bias too.
     """
-    if attn_mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(
-            f"attn_mask must be bool, float64, float32, bfloat16 or float16, got {attn_mask.dtype}"
-        )
-    shape = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, sizes, strict=True)):
-        raise ValueError(
-            "attn_mask must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
-            f"{list(sizes)}, got {list(attn_mask.shape)}"
-        )
-    if attn_mask.device != device:
-        raise ValueError(
-            f"attn_mask must be on the device of query, {device}, got {attn_mask.device}"
-        )
+    check_kind("attn_mask", attn_mask, device, allows_bool=True)
+    rows = with_four_dimensions("attn_mask", attn_mask, sizes)
     if attn_mask.dtype == torch.bool:
-        visible = from_mask(attn_mask.view(shape).expand(*shape[:2], *sizes[2:]))
+        visible = from_mask(rows.expand(-1, -1, *sizes[2:]))
         if pattern is None:
             return visible, scores
         check_is_pattern(pattern)
@@ -71,22 +52,14 @@ def add_mask(
 
 
 def check_pattern(
-    pattern: Pattern | None,
-    is_causal: bool,
-    batch: int,
-    num_heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
+    pattern: Pattern | None, is_causal: bool, *sizes: int
 ) -> tuple[bool, Pattern | None]:
     """Validate a pattern and intersect it with the causal mask.
 
     Args:
         pattern: A pattern, or ``None`` for dense attention.
         is_causal: Whether to intersect the pattern with the causal mask.
-        batch: Number of batch elements.
-        num_heads: Number of query heads.
-        seqlen_q: Number of queries.
-        seqlen_kv: Number of keys.
+        sizes: Batch, query heads, queries and keys.
 
     Returns:
         Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
@@ -101,15 +74,13 @@ def check_pattern(
     check_is_pattern(pattern)
     if pattern == causal():
         return True, None
-    for name, has, needed in zip(
-        ("batch", "num_heads"), (batch, num_heads), pattern.heads, strict=True
-    ):
+    for name, has, needed in zip(("batch", "num_heads"), sizes, pattern.heads, strict=False):
         if needed not in (1, has):
             raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
     if is_causal:
         pattern = pattern & causal()
     for batch_element, head in product(*map(range, pattern.heads)):
-        pattern.head(batch_element, head).bind(seqlen_q, seqlen_kv)  # validates the lengths
+        pattern.head(batch_element, head).bind(*sizes[2:])  # validates the lengths
     return False, pattern
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from cqs.arguments import to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
-from cqs.problem.tensors import DTYPES, check_untransformed, dense_value
+from cqs.problem.tensors import check_kind, dense_option, with_four_dimensions
 
 _LEAST_CAP = 1e-30
 """Smallest soft cap; kernels compute it and its reciprocal in float32."""
@@ -122,18 +122,8 @@ def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | N
     """Return a tensor of the scores, or raise TypeError or ValueError."""
     if tensor is None:
         return None
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"scores.{name} must be a tensor or None, got {type(tensor).__name__}")
-    tensor = dense_value(f"scores.{name}", tensor)
-    check_untransformed(f"scores.{name}", tensor)
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"scores.{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
-        )
-    if tensor.device != query.device:
-        raise ValueError(
-            f"scores.{name} must be on the device of query, {query.device}, got {tensor.device}"
-        )
+    tensor = dense_option(f"scores.{name}", tensor)
+    check_kind(f"scores.{name}", tensor, query.device)
     return tensor
 
 
@@ -180,16 +170,8 @@ def _check_bias(bias: Tensor | None, query: Tensor, seqlen_kv: int | None) -> Te
     bias = _check_tensor("bias", bias, query)
     if bias is None:
         return None
-    found = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    wanted = *query.shape[:3], found[-1] if seqlen_kv is None else seqlen_kv
-    if bias.ndim > 4 or any(
-        size not in (1, most) for size, most in zip(found, wanted, strict=True)
-    ):
-        raise ValueError(
-            "scores.bias must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
-            f"{list(wanted)}, got {list(bias.shape)}"
-        )
-    return bias.view(found) if bias.ndim < 4 else bias
+    num_keys = (1, *bias.shape)[-1] if seqlen_kv is None else seqlen_kv
+    return with_four_dimensions("scores.bias", bias, (*query.shape[:3], num_keys))
 
 
 def _check_score_mod(score_mod: Any) -> Any:

@@ -1,5 +1,7 @@
 """Checks of the tensors of a call: plain, dense, of a supported dtype and device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -38,6 +40,43 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
         if found != wanted:
             raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
     return tensor
+
+
+def dense_option(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that is an option of a call, plain and dense, or raise an error."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    tensor = dense_value(name, tensor)
+    check_untransformed(name, tensor)
+    return tensor
+
+
+def check_kind(
+    name: str, tensor: Tensor, device: torch.device, *, allows_bool: bool = False
+) -> None:
+    """Raise unless an option has a supported dtype and is on the device of the query."""
+    if tensor.dtype not in DTYPES and not (allows_bool and tensor.dtype == torch.bool):
+        supported = "bool, " * allows_bool + "float64, float32, bfloat16 or float16"
+        raise TypeError(f"{name} must be {supported}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of query, {device}, got {tensor.device}")
+
+
+def with_four_dimensions(name: str, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return a tensor of four dimensions that are 1 or those of ``sizes``, or raise ValueError.
+
+    Args:
+        name: Name of the option.
+        tensor: The option, which may lack the first dimensions.
+        sizes: Batch, query heads, queries and keys.
+    """
+    shape = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, sizes, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to [batch, num_heads, seqlen_q, seqlen_kv], "
+            f"{list(sizes)}, got {list(tensor.shape)}"
+        )
+    return tensor.view(shape) if tensor.ndim < 4 else tensor
 
 
 def check_untransformed(name: str, tensor: Tensor) -> None:

@@ -60,7 +60,7 @@ class LocalDriver:
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
         """Verify the merged result of all tasks, and measure the memory of each task."""
         results = [work.compute(task, work.hold(task)) for task in plan.tasks]
-        work.verify(work.merger(plan, results)())
+        work.verify(work.merge(results))
         del results
         return [work.weigh(task) for task in plan.tasks]
 
@@ -70,7 +70,7 @@ class LocalDriver:
             self._timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks
         ]
         seconds, results = zip(*timed, strict=True)
-        return {"tasks": seconds, "merge": self._timer.time(work.merger(plan, results))[0]}
+        return {"tasks": seconds, "merge": self._timer.time(partial(work.merge, results))[0]}
 
     def _time_one(self, work: MeasuredPass) -> float:
         """Return the seconds of one worker."""

@@ -1,7 +1,9 @@
 """The measured pass of one problem: computed by tasks, as one task, and by PyTorch."""
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -10,22 +12,19 @@ from torch import Tensor
 
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
-from cqs.executors.ray.tasks.job import Group, differentiate_task
+from cqs.executors.ray.tasks.job import ATTEND, DIFFERENTIATE, Group, TaskResults, count_bytes
 from cqs.executors.verify import verify_rows
-from cqs.partial import Gradients
+from cqs.partial import Gradients, Partial
 from cqs.report.exact import verify_gradients
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task
-from cqs.tiler import GradientSum, Tiler
-from cqs.worker import HeldTokens, Worker
+from cqs.tiler.group import Part
+from cqs.worker import HeldTokens, Worker, choose_backend
 from cqs.worker.memory import measure_peak_bytes, predict_pattern_cost
 
+_INPUTS = "query", "key", "value", "grad_output", "output", "lse"
 Result = TypeVar("Result")
-Sides = tuple[list[HeldTokens], list[HeldTokens]]
-"""Inputs of a task: the tensors with query rows, and the tensors with key rows."""
-Results = Sequence[tuple[Tensor, ...]]
-"""Results of a task: for each step or token group, a tuple of tensors."""
 
 
 class MeasuredPass:
@@ -44,6 +43,7 @@ class MeasuredPass:
         problem, self.grad_output = settings.make_problem()
         self.problem = problem
         self.is_backward = name == "backward"
+        self._pass = DIFFERENTIATE if self.is_backward else ATTEND
         self.plan_of_one = problem.make_plan(1)
         if not self.plan_of_one.live_pairs:
             raise ValueError(
@@ -54,26 +54,23 @@ class MeasuredPass:
             query, key, value, is_causal=settings.is_causal, enable_gqa=True
         )
         self._tensors = problem.query, problem.key, problem.value
-        self.backend = Worker.of(problem).choose_backend(*self._tensors).name
+        self.backend = choose_backend(*self._tensors, pattern=problem.pattern).name
         self._worker = Worker.of(problem, self.backend)
-        self._of_queries: tuple[Tensor, ...] = (problem.query,)
+        self._inputs: tuple[Tensor, ...] = self._tensors
         if self.is_backward:
             self.answer = LocalExecutor().run(Planned(problem, self.plan_of_one, self.backend))
             verify_rows(problem, self.answer)
-            self._of_queries = (problem.query, self.grad_output, *self.answer)
+            self._inputs = (*self._tensors, self.grad_output, *self.answer)
             self._leaves = [tensor.detach().requires_grad_() for tensor in self._tensors]
             self._dense_output = self._attend_densely(*self._leaves)
 
-    def compute(self, task: Task, held: Sides) -> Results:
-        """Compute output and LSE of every step of a task, or the task's gradients."""
+    def compute(self, task: Task, held: Sequence[HeldTokens]) -> TaskResults:
+        """Compute output and LSE of a task, or its gradients, as an actor of a cluster does."""
         if not task.steps:
-            return []
-        if self.is_backward:
-            groups = [Group(False, tokens) for tokens in task.held_queries]
-            groups += [Group(True, tokens) for tokens in task.held_keys]
-            parts = differentiate_task(self._worker, task, groups, *held).values()
-            return [tensors for group in parts for _, tensors in group]
-        return self._worker.run_steps(task.steps, *held[0], *held[1])
+            return {}
+        groups = [Group(False, tokens) for tokens in task.held_queries]
+        groups += [Group(True, tokens) for tokens in task.held_keys] if self.is_backward else []
+        return self._pass.compute(self._worker, task, groups, *held)
 
     def run(self, executor: Any, plan: Plan) -> Any:
         """Compute the whole pass by an executor of :mod:`cqs.executors`."""
@@ -81,25 +78,26 @@ class MeasuredPass:
             return executor.run_backward(Planned(self.problem, plan), self.answer, self.grad_output)
         return executor.run(Planned(self.problem, plan))
 
-    def merger(self, plan: Plan, results: Sequence[Results]) -> Callable[[], Any]:
-        """Return a function that merges the results of all tasks; call it once.
-
-        Args:
-            plan: The plan of the tasks.
-            results: The results of every task, in task order.
-        """
-        merged: Any
+    def merge(self, results: Sequence[TaskResults]) -> Partial | Gradients:
+        """Merge the results of all tasks, which are in task order."""
+        merged: Partial | Gradients
+        targets: tuple[Sequence[Tensor], Sequence[Tensor]]
         if self.is_backward:
-            merged = GradientSum(plan, Gradients.zeros(*self._tensors))
+            merged = Gradients(*map(torch.zeros_like, self._tensors))
+            targets = merged[:1], merged[1:]
         else:
-            merged = Tiler(plan, *self.problem.empty_answer())
-
-        def merge() -> Any:
-            for index, groups in enumerate(results):
-                merged.add(index, groups)
-            return merged.finish()
-
-        return merge
+            merged = self.problem.empty_answer()
+            merged.output.zero_()
+            merged.lse.fill_(-torch.inf)
+            targets = merged, ()
+        parts: dict[Group, list[Part]] = defaultdict(list)
+        for group, found in chain.from_iterable(each.items() for each in results):
+            parts[group] += found
+        for group, of_group in parts.items():
+            rows = slice(group.tokens.start, group.tokens.stop)
+            own = [target[:, :, rows] for target in targets[group.is_of_keys]]
+            self._pass.merge(of_group, own)
+        return merged
 
     def verify(self, result: Any) -> None:
         """Raise VerificationError unless sampled rows of the result agree with float64."""
@@ -108,11 +106,9 @@ class MeasuredPass:
         else:
             verify_rows(self.problem, result)
 
-    def one(self) -> Results:
+    def one(self) -> TaskResults:
         """Compute the whole problem as one task."""
-        sides = self._of_queries, self._tensors[1:]
-        of_queries, of_keys = (list(map(HeldTokens.whole, side)) for side in sides)
-        return self.compute(self.plan_of_one.task(0), (of_queries, of_keys))
+        return self.compute(self.plan_of_one.task(0), list(map(HeldTokens.whole, self._inputs)))
 
     def dense(self) -> Any:
         """Compute the pass by PyTorch, including pairs that a pattern masks out."""
@@ -122,23 +118,22 @@ class MeasuredPass:
             )
         return self._attend_densely(*self._tensors)
 
-    def hold(self, task: Task) -> Sides:
+    def hold(self, task: Task) -> list[HeldTokens]:
         """Copy the inputs of a task, as its worker receives them."""
-        return (
-            [hold(tensor, task.held_queries) for tensor in self._of_queries],
-            [hold(tensor, task.held_keys) for tensor in self._tensors[1:]],
-        )
+        return [
+            hold(tensor, task.held_keys if name in ("key", "value") else task.held_queries)
+            for name, tensor in zip(_INPUTS, self._inputs, strict=False)
+        ]
 
     def weigh(self, task: Task) -> TaskBytes:
         """Measure the peak memory of a task."""
-        sides = self.hold(task)
-        held = [*sides[0], *sides[1]]
-        results, peak = measure_held(lambda: self.compute(task, sides), held)
+        held = self.hold(task)
+        results, peak = measure_held(lambda: self.compute(task, held), held)
         return TaskBytes(
             predicted=self.predict_bytes(task, self.backend),
             peak=peak,
             received=sum(tokens.joined().nbytes for tokens in held),
-            returned=sum(tensor.nbytes for group in results for tensor in group),
+            returned=count_bytes(results),
         )
 
     def predict_bytes(self, task: Task, backend: str) -> int | None:

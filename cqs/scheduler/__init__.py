@@ -6,24 +6,3 @@ from cqs.scheduler.kinds import Documents, Grid2D, Hosts, Kind, Quorums
 from cqs.scheduler.plan import Plan, make_plan
 from cqs.scheduler.quorum import owned_pairs, quorum, shared_pair
 from cqs.scheduler.task import Block, Step, Task
-
-__all__ = [
-    "AttentionShape",
-    "Block",
-    "Documents",
-    "Grid2D",
-    "Hosts",
-    "Kind",
-    "Plan",
-    "Quorums",
-    "Step",
-    "Task",
-    "TaskCost",
-    "check_interest_set",
-    "load_interest_set",
-    "make_plan",
-    "owned_pairs",
-    "predict_cost",
-    "quorum",
-    "shared_pair",
-]

@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler.cost_model import (
-    PASSES,
-    Machine,
-    Prediction,
-    Workload,
-    possible_head_parallel,
-)
+from cqs.scheduler.cost_model import PASSES, Machine, Prediction, Workload, possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.placement import Placement, place_documents
 
@@ -59,6 +53,18 @@ def predict_documents(
     degrees: Sequence[int | str] = [head_parallel]
     if isinstance(head_parallel, str):
         degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
+
+    def predict(degree: int, tolerance: float) -> Prediction:
+        held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
+        placement = place_documents(documents, held, key_held, tile, tolerance)
+        found = [
+            _predict_pass(workload, placement, machine, degree, is_backward=is_backward)
+            for is_backward in PASSES[passes]
+        ]
+        seconds, received, peaks = zip(*found, strict=True)
+        kind = Documents(held, key_held, tolerance)
+        return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
     for degree in map(int, degrees):
@@ -67,10 +73,7 @@ def predict_documents(
         least = balanced + _least_exchange(workload, len(shards), machine, passes, degree)
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
             continue
-        held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
-        of_tolerance = partial(
-            _predict, workload, documents, held, key_held, machine, passes, degree, tile
-        )
+        of_tolerance = partial(predict, degree)
         found = of_tolerance(Documents().tolerance)
         if found.seconds > _MOST_BALANCING * least:
             unmoved = of_tolerance(math.inf)
@@ -80,30 +83,6 @@ def predict_documents(
             chosen = found
     assert chosen is not None, "there is a degree of 1"
     return chosen
-
-
-def _predict(
-    workload: Workload,
-    documents: BoundDocuments,
-    shards: tuple[int, ...],
-    key_shards: tuple[int, ...],
-    machine: Machine,
-    passes: str,
-    degree: int,
-    tile: int,
-    tolerance: float,
-) -> Prediction:
-    """Predict the costs of one degree and tolerance; the shards are those of its tasks."""
-    placement = place_documents(documents, shards, key_shards, tile, tolerance)
-    seconds, received, peaks = zip(
-        *(
-            _predict_pass(workload, placement, machine, degree, is_backward=is_backward)
-            for is_backward in PASSES[passes]
-        ),
-        strict=True,
-    )
-    kind = Documents(shards, key_shards, tolerance)
-    return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
 
 
 def join_shards(lengths: tuple[int, ...], number: int) -> tuple[int, ...]:

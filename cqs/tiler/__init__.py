@@ -1,5 +1,3 @@
 """Merge the partial outputs of tasks, and sum their gradients. Uses torch, without Ray."""
 
-from cqs.tiler.tiler import GradientSum, Tiler
-
-__all__ = ["GradientSum", "Tiler"]
+from cqs.tiler.tiler import Tiler

@@ -4,12 +4,3 @@ from cqs.worker.backend import CallBackend, TaskBackend
 from cqs.worker.backends import BACKENDS, choose_backend
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.worker import Worker
-
-__all__ = [
-    "BACKENDS",
-    "CallBackend",
-    "HeldTokens",
-    "TaskBackend",
-    "Worker",
-    "choose_backend",
-]

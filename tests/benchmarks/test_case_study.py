@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from case_rows import make_cases
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from benchmarks import case_measurement, memory_samples
 from benchmarks.case_measurement import CaseRow, longest_task, measure, plan_case
@@ -112,7 +113,7 @@ def test_what_is_wrong_is_neither_recorded_nor_timed(monkeypatch):
     monkeypatch.setattr(
         MeasuredPass,
         "compute",
-        lambda self, *given: tree_map(torch.zeros_like, compute(self, *given)),
+        lambda self, *given: tree_map_only(Tensor, torch.zeros_like, compute(self, *given)),
     )
     monkeypatch.setattr(case_measurement, "_record", lambda *given: pytest.fail("it was recorded"))
     monkeypatch.setattr(case_measurement, "_time", lambda *given: pytest.fail("it was timed"))

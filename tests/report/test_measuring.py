@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from scaling_rows import make_rows
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import cqs
 from cqs.executors.verify import VerificationError
@@ -85,7 +86,7 @@ def test_wrong_gradients_are_found(kind, wrong):
     problem = work.problem
     plan = problem.make_plan(7)
     results = [work.compute(task, work.hold(task)) for task in plan.tasks]
-    gradients = work.merger(plan, results)()
+    gradients = work.merge(results)
     if wrong is None:
         work.verify(gradients)
         return
@@ -100,7 +101,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch, name):
     monkeypatch.setattr(
         MeasuredPass,
         "compute",
-        lambda self, *given: tree_map(torch.zeros_like, compute(self, *given)),
+        lambda self, *given: tree_map_only(Tensor, torch.zeros_like, compute(self, *given)),
     )
     monkeypatch.setattr(LocalDriver, "_time_all", lambda *arguments: pytest.fail("it was timed"))
     with pytest.raises(VerificationError):
@@ -139,6 +140,5 @@ def test_runs_on_a_cluster_are_measured(ray_session):
             here = MeasuredPass(replace(settings, executor="local"), name)
             plan = here.problem.make_plan(3)
             assert row.bytes_in == max(
-                sum(tokens.joined().nbytes for side in here.hold(task) for tokens in side)
-                for task in plan.tasks
+                sum(tokens.joined().nbytes for tokens in here.hold(task)) for task in plan.tasks
             )

@@ -17,15 +17,3 @@ from cqs.executors.ray.future import AttentionFuture, as_completed
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.report import RunReport, TaskReport
-
-__all__ = [
-    "AttentionFuture",
-    "Cluster",
-    "RunReport",
-    "Sharded",
-    "TaskFailedError",
-    "TaskReport",
-    "WorkersFailedError",
-    "as_completed",
-    "one_call_executor",
-]

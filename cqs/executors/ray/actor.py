@@ -16,15 +16,9 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
+from cqs.executors.ray.tasks import job
 from cqs.executors.ray.tasks.inputs import Inputs, Sent
-from cqs.executors.ray.tasks.job import (
-    Group,
-    MergeCall,
-    RunSettings,
-    TaskCall,
-    sums_of_task,
-    terms_of_task,
-)
+from cqs.executors.ray.tasks.job import Group, MergeCall, RunSettings, TaskCall, TaskResults
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
 from cqs.version import __version__
@@ -183,15 +177,15 @@ class TaskActor(ShardActor):
         call: TaskCall,
         sides: Sequence[Sequence[Sent]],
         begun: float,
-    ) -> tuple[TaskReport, dict[Group, list[Part]], list[Tensor]]:
+    ) -> tuple[TaskReport, TaskResults, list[Tensor]]:
         task, worker = call.task, settings.worker
-        terms = terms_of_task(settings, call, self._device)
+        terms = job.terms_of_task(settings, call, self._device)
         worker = replace(worker, terms=terms)
         ranges = task.held_queries, task.held_keys
         groups = [*call.kept, *chain(*call.returned)]
         self._backend = worker.backend
 
-        def compute() -> tuple[dict[Group, list[Part]], float, float, int, int]:
+        def compute() -> tuple[TaskResults, float, float, int, int]:
             for total in () if terms is None else terms.sums:
                 total.zero_()  # of an attempt for which memory was short
             held, num_bytes, beside = [], 0, 0
@@ -205,13 +199,13 @@ class TaskActor(ShardActor):
                 held.append(tokens)
                 num_bytes += sum(each.nbytes for each in tokens)
                 beside += uncounted
-            query, (key, value) = held[0][0], held[1]
-            chosen = worker.choose_backend(query.sample, key.sample, value.sample, task.steps)
-            self._backend = chosen.name
+            (query, *rest), (key, value) = held
+            tensors = query.sample, key.sample, value.sample
+            self._backend = worker.choose_backend(*tensors, task.steps).name
             self._synchronize()
             started, start = time.time(), time.perf_counter()
             with torch.no_grad():  # tensors of a score function may require gradients
-                found = settings.of_pass.compute(worker, task, groups, *held)
+                found = settings.of_pass.compute(worker, task, groups, query, key, value, *rest)
             self._synchronize()
             return found, started, time.perf_counter() - start, num_bytes, beside
 
@@ -228,11 +222,9 @@ class TaskActor(ShardActor):
             seconds=seconds,
             peak_bytes=peak_bytes + beside,
             bytes_in=num_bytes,
-            bytes_out=sum(
-                tensor.nbytes for parts in found.values() for _, part in parts for tensor in part
-            ),
+            bytes_out=job.count_bytes(found),
         )
-        return report, found, sums_of_task(terms, call)
+        return report, found, job.sums_of_task(terms, call)
 
     def _merge_group(
         self,

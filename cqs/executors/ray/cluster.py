@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, NoReturn, Self
 
 import torch
@@ -26,7 +27,7 @@ from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
 from cqs.problem.scores import Scores, captured_leaves
-from cqs.scheduler import Kind, Plan
+from cqs.scheduler import Kind
 from cqs.worker.backends import check_backend_name
 
 
@@ -266,17 +267,9 @@ class Cluster:
                 "return_lse": return_lse,
                 "verify": verify,
             }
-            return Sharded.make(
-                self._group,
-                ShardProducer(
-                    "attention",
-                    partial(attend_shards, distributed_options),
-                    is_collective=True,
-                    is_early=not verify,
-                ),
-                [query],
-                parts,
-            )
+            of_rank = partial(attend_shards, distributed_options)
+            producer = ShardProducer("attention", of_rank, is_collective=True, is_early=not verify)
+            return Sharded.make(self._group, producer, [query], parts)
         if head_parallel != "auto":
             raise TypeError(
                 f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
@@ -438,10 +431,7 @@ class Cluster:
         check_backend_name(hooks["backend"])
         check_progress(hooks["progress"])
         number = executor.choose_num_tasks(problem) if num_tasks is None else num_tasks
-
-        def make_plan(part: Problem) -> Plan:
-            return part.make_plan(number, plan)
-
+        make_plan = methodcaller("make_plan", number, plan)
         for _, part in problem.parts():
             make_plan(part)
         return partial(attend, executor, problem, make_plan, **hooks)

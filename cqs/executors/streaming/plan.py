@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from cqs.ranges import overlap
 from cqs.scheduler import AttentionShape, Step
 
 _T = TypeVar("_T")
@@ -220,10 +221,10 @@ class StreamPlan:
         ahead = self._ahead + shift
         first_seeing, first_full = keys.start - ahead, keys.stop - 1 - ahead
         steps = []
-        if rows := _common(queries, first_seeing, first_full):
+        if rows := overlap(queries, range(first_seeing, first_full)):
             square = range(rows.start + ahead, rows.stop + ahead)
             steps.append(Step.of(0, rows, [range(keys.start, square.start)], square))
-        if rows := _common(queries, first_full, queries.stop):
+        if rows := overlap(queries, range(first_full, queries.stop)):
             steps.append(Step.of(0, rows, [keys], None))
         return tuple(steps)
 
@@ -433,7 +434,3 @@ def make_stream_plan(
 def _round_up(tokens: int) -> int:
     """Round a number of tokens up to whole tiles, at least one."""
     return max(-(-tokens // _TILE), 1) * _TILE
-
-
-def _common(tokens: range, start: int, stop: int) -> range:
-    return range(max(tokens.start, start), min(tokens.stop, stop))

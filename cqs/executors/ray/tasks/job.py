@@ -14,6 +14,7 @@ from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
 from cqs.problem.score_terms import ScoreTerms
+from cqs.ranges import overlap
 from cqs.scheduler import Plan, Task
 from cqs.tiler.group import Part, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
@@ -34,11 +35,15 @@ class Group(NamedTuple):
     """The tokens."""
 
 
+TaskResults = dict[Group, list[Part]]
+"""Results of a task: parts of the merged result of each group."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """What actors compute in a forward or a backward pass."""
 
-    compute: Callable[..., dict[Group, list[Part]]]
+    compute: Callable[..., TaskResults]
     """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
     merge: Callable[[Sequence[Part], Sequence[Tensor]], None]
     """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
@@ -262,51 +267,38 @@ def sums_of_task(terms: ScoreTerms | None, call: TaskCall) -> list[Tensor]:
 
 
 def attend_task(
-    worker: Worker,
-    task: Task,
-    groups: Sequence[Group],
-    of_queries: list[HeldTokens],
-    of_keys: list[HeldTokens],
-) -> dict[Group, list[Part]]:
-    """Compute the output and LSE of every step of a task, by query group."""
-    found: dict[Group, list[Part]] = {group: [] for group in groups}
-    partials = worker.run_steps(task.steps, *of_queries, *of_keys)
-    for step, partial in zip(task.steps, partials, strict=True):
+    worker: Worker, task: Task, groups: Sequence[Group], *held: HeldTokens
+) -> TaskResults:
+    """Compute the output and LSE of a task by query group, from query, key and value."""
+    found: TaskResults = {group: [] for group in groups}
+    for step, partial in zip(task.steps, worker.run_steps(task.steps, *held), strict=True):
         for (_, tokens), parts in found.items():
-            start = max(tokens.start, step.queries.start)
-            stop = min(tokens.stop, step.queries.stop)
-            if start < stop:
-                own = slice(start - step.queries.start, stop - step.queries.start)
-                rows = slice(start - tokens.start, stop - tokens.start)
+            if common := overlap(tokens, step.queries):
+                own, rows = (
+                    slice(common.start - first, common.stop - first)
+                    for first in (step.queries.start, tokens.start)
+                )
                 parts.append((rows, tuple(tensor[:, :, own] for tensor in partial)))
     return found
 
 
 def differentiate_task(
-    worker: Worker,
-    task: Task,
-    groups: Sequence[Group],
-    of_queries: list[HeldTokens],
-    of_keys: list[HeldTokens],
-) -> dict[Group, list[Part]]:
-    """Compute the gradients of a task, by group.
-
-    Args:
-        worker: Backend and settings of the computation.
-        task: The task.
-        groups: The groups.
-        of_queries: Queries, gradients of the output, outputs and LSE.
-        of_keys: Keys and values.
-    """
-    query, *rest = of_queries
+    worker: Worker, task: Task, groups: Sequence[Group], *held: HeldTokens
+) -> TaskResults:
+    """Compute the gradients of a task by group, from the tensors of ``Worker.run_backward``."""
     ranges = task.held_queries, task.held_keys, task.held_keys
-    gradients = worker.run_backward(task.steps, query, *of_keys, *rest)
+    gradients = worker.run_backward(task.steps, *held)
     of_query, *of_key = map(HeldTokens.packed, gradients, ranges)
-    parts: dict[Group, list[Part]] = {}
+    parts: TaskResults = {}
     for group in groups:
         side = of_key if group.is_of_keys else [of_query]
         parts[group] = [(slice(None), tuple(held.take([group.tokens]) for held in side))]
     return parts
+
+
+def count_bytes(found: TaskResults) -> int:
+    """Return the bytes of the results of a task."""
+    return sum(tensor.nbytes for parts in found.values() for _, part in parts for tensor in part)
 
 
 def _pieces_of(task: Task, bias: Tensor) -> list[Piece]:

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.timing import track
-from cqs.report import progress
+from benchmarks import timing
 
 
 class Terminal(io.StringIO):
@@ -25,6 +24,6 @@ class Terminal(io.StringIO):
 )
 def test_a_bar_appears(monkeypatch, stream, delay, is_shown, appears):
     monkeypatch.setattr(sys, "stderr", stream())
-    monkeypatch.setattr(progress, "_DELAY", delay)
-    assert list(track("abc", 3, "label", is_shown=is_shown)) == list("abc")
+    monkeypatch.setattr(timing, "_DELAY", delay)
+    assert list(timing.track("abc", 3, "label", is_shown=is_shown)) == list("abc")
     assert ("label" in sys.stderr.getvalue()) == appears
