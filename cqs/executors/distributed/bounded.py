@@ -37,7 +37,6 @@ class Limit(NamedTuple):
     """Whether packed rows are in a send buffer of a fixed size."""
 
 
-@lru_cache(maxsize=64)
 def lay_out_within(
     limit: Limit,
     seqlens_q: Lengths,
