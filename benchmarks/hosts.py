@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import math
 import multiprocessing
 import os
 import runpy
@@ -62,15 +63,14 @@ class Hosts:
         """Describe hosts; entering the context makes them.
 
         Args:
-            rates: For every host the rate of its link, in megabits per second and direction;
-                ``math.inf`` for no limit.
+            rates: For every host the rate of its link, in megabits per second and direction.
             ranks_per_host: Number of ranks of every host.
 
         Raises:
-            ValueError: There are no hosts, or a rate is not positive.
+            ValueError: There are no hosts, or a rate is not positive and finite.
         """
-        if not rates or min(rates) <= 0:
-            raise ValueError(f"rates must be positive, and at least one, got {list(rates)}")
+        if not rates or not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"rates must be positive and finite, one or more, got {list(rates)}")
         self.rates = list(rates)
         self.ranks_per_host = as_integer("ranks_per_host", ranks_per_host, 1)
         self.num_ranks = len(rates) * ranks_per_host

@@ -4,12 +4,14 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ _NUM_TAGS = 1 << 29
 """Number of tags of rows. As many tags follow, of messages that ask for rows."""
 _LATENCIES_OF_ROUND = 20
 """Rows are sent in rounds if a round is expected to take so many times the latency of the links."""
+_ROUNDS_AT_ONCE = 2
+"""Rounds in progress: with one, ranks wait for those whose rounds take longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,9 +183,9 @@ class MessageTransport(Transport):
     """Sends packets as messages of torch.distributed, one for each packet and pair of ranks.
 
     On CPUs of several hosts long packets are sent in rounds, as by MPI's pairwise exchange (Thakur
-    et al., 2005, doi 10.1177/1094342005051521): a rank sends to one rank at a time, which has asked
-    for it, and receives from one. With all messages at once TCP uses the links less well. NCCL
-    makes such rounds itself.
+    et al., 2005, doi 10.1177/1094342005051521): a rank sends to one or two ranks at a time, which
+    have asked for it. With all messages at once TCP uses the links less well. NCCL makes such
+    rounds itself.
     """
 
     num_streams = 1
@@ -251,9 +255,10 @@ class MessageTransport(Transport):
             works = dist.batch_isend_irecv(messages)
 
         def wait(timeout: timedelta | None) -> None:
+            of_works = [[each] for each in messages] if len(works) == len(messages) else [messages]
             with _raising_lost_error():
-                for work in works:
-                    work.wait(*([] if timeout is None else [timeout]))
+                for work, waited_for in zip(works, of_works, strict=True):
+                    _wait_for(work, waited_for, timeout)
             messages.clear()  # releases the packed rows, which the messages read until now
 
         return [wait]
@@ -306,24 +311,37 @@ def _pass_in_rounds(
 
     def post(
         operation: Any, tensors: Sequence[Tensor], peer: int, tag: int = tag
-    ) -> list[dist.Work]:
+    ) -> list[Callable[[], None]]:
         messages = [dist.P2POp(operation, each, None, group, tag, peer) for each in tensors]
-        return dist.batch_isend_irecv(messages) if messages else []
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return [partial(_wait_for, work, messages[:1], None) for work in works]
 
-    sent = []
+    sent, receiving = list[Callable[[], None]](), deque[list[Callable[[], None]]]()
     for distance in range(1, num_ranks):
         to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
         received = post(dist.irecv, incoming.get(source, ()), source)
         if received:
             sent += post(dist.isend, [asking], source, tag + _NUM_TAGS)
         if to in outgoing:
-            for work in post(dist.irecv, [asking.clone()], to, tag + _NUM_TAGS):
-                work.wait()
+            for wait in post(dist.irecv, [asking.clone()], to, tag + _NUM_TAGS):
+                wait()
             sent += post(dist.isend, outgoing[to], to)
-        for work in received:
-            work.wait()
-    for work in sent:
-        work.wait()
+        receiving.append(received)
+        if len(receiving) >= _ROUNDS_AT_ONCE:
+            for wait in receiving.popleft():
+                wait()
+    for wait in chain(*receiving, sent):
+        wait()
+
+
+def _wait_for(work: dist.Work, messages: Sequence[dist.P2POp], timeout: timedelta | None) -> None:
+    """Wait for a message, or for several; if it is one, an error names the other rank."""
+    try:
+        work.wait(*([] if timeout is None else [timeout]))
+    except RuntimeError as error:
+        if len(messages) != 1:
+            raise
+        raise RuntimeError(f"rank {messages[0].group_peer}: {error}") from error
 
 
 def _wait_for_rounds(done: "Future[None]", timeout: timedelta | None) -> None:

@@ -1,0 +1,170 @@
+"""Hosts on this machine: their links, and what methods send over them."""
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cqs.distributed
+from benchmarks.__main__ import main
+from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not_hosts() is not None, reason=str(why_not_hosts())),
+]
+
+
+def in_files(folder, program):
+    """Return a program that writes what another returns to a file of each rank."""
+
+    def write():
+        found = program()
+        Path(folder, os.environ["RANK"]).write_text(json.dumps(found))
+
+    return write
+
+
+def run_on(hosts, folder, program):
+    hosts.run(in_files(folder, program))
+    return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(hosts.num_ranks)]
+
+
+def send_to_the_next():
+    """Return the seconds and bytes of a message of 250 kB to the next rank."""
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sent = torch.full((250_000,), rank, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    dist.barrier()
+    before, start = link_bytes(INTERFACE), time.perf_counter()
+    works = [dist.isend(sent, (rank + 1) % num_ranks), dist.irecv(received, (rank - 1) % num_ranks)]
+    for work in works:
+        work.wait()
+    dist.barrier()
+    assert (received == (rank - 1) % num_ranks).all()
+    return time.perf_counter() - start, link_bytes(INTERFACE) - before, socket.gethostname()
+
+
+def test_links_have_their_rates(tmp_path):
+    with Hosts([10.0, 10.0, 10.0]) as hosts:
+        fast = run_on(hosts, tmp_path, send_to_the_next)
+        hosts.set_rate(1, 2.0)
+        slow = run_on(hosts, tmp_path, send_to_the_next)
+    assert [name for *_, name in fast] == ["host0", "host1", "host2"]
+    for seconds, sent, _ in fast:
+        assert seconds > 0.18  # of 0.2, because the first packets pass at once
+        assert 250_000 < sent < 1.05 * 250_000
+    assert max(seconds for seconds, *_ in slow) > 0.9
+
+
+def test_ranks_of_a_host_do_not_use_its_link(tmp_path):
+    with Hosts([1000.0, 1000.0], ranks_per_host=2) as hosts:
+        found = run_on(hosts, tmp_path, send_to_the_next)
+    assert [name for *_, name in found] == ["host0", "host0", "host1", "host1"]
+    for _, sent, _ in found:  # of two messages, one crosses the link
+        assert 250_000 < sent < 1.5 * 250_000
+
+
+def test_a_wrong_description_is_an_error():
+    with pytest.raises(ValueError, match="rates must be positive and finite, one or more, got"):
+        Hosts([])
+    with pytest.raises(ValueError, match="rates must be positive"):
+        Hosts([1.0, 0.0])
+    with pytest.raises(ValueError, match="rates must be positive"):
+        Hosts([math.inf])
+    with pytest.raises(ValueError, match="ranks_per_host"):
+        Hosts([1.0], 0)
+    with pytest.raises(ValueError, match="there is no interface named eth7"):
+        link_bytes("eth7")
+
+
+def fail_on_rank_1():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no")
+    time.sleep(60)
+
+
+def test_a_rank_that_fails_ends_all(capfd):
+    with Hosts([1000.0] * 3) as hosts:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 ended with exit code 1"):
+            hosts.run(fail_on_rank_1)
+        assert time.monotonic() - start < 30
+        namespaces = [each for each in os.listdir("/run/netns") if f"-{os.getpid()}-" in each]
+        assert len(namespaces) == 4
+    assert "ValueError: no" in capfd.readouterr().err
+    assert not [each for each in os.listdir("/run/netns") if f"-{os.getpid()}-" in each]
+
+
+@pytest.mark.filterwarnings("ignore:'benchmarks.__main__' found in sys.modules")
+def test_the_command_runs_a_module_on_all_hosts(capfd):
+    words = "hosts --hosts 2 --mbit 50,100 benchmarks peers --seqlen 64 --heads 4 --head-dim 16"
+    assert main([*words.split(), "--repeats", "1", "--only", "cqs,ring"]) == 0
+    assert capfd.readouterr().out.count("causal-64-h4-kv4-d16") == 4
+
+
+@pytest.mark.parametrize("words", ["--mbit 1,2,3", "--mbit 0", "--hosts 0"])
+def test_wrong_options_of_the_command_are_errors(words, capsys):
+    assert main(["hosts", "--hosts", "2", *words.split(), "platform"]) == 2
+    assert "python -m benchmarks hosts: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_links_carry_what_the_plan_promises(tmp_path, capfd, ranks_per_host):
+    out = tmp_path / "rows.jsonl"
+    words = f"networks --hosts 3 --ranks-per-host {ranks_per_host} --mbit 100 --seqlen 1536"
+    words += f" --repeats 1 --kv-heads 2 --causal yes --only cqs,all-gather --out {out}"
+    assert main(words.split()) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2  # passes, methods
+    for row in rows:
+        if row["executor"] == "cqs":
+            promised, sent = row["details"]["promised_bytes"], row["details"]["link_bytes"]
+            assert promised < sent < 1.03 * promised, row
+        assert row["details"]["predicted_ms"] > 0
+
+
+def attend_until_a_rank_is_lost():
+    """Return the error of calls, one of which loses a rank."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    q = torch.randn(1, 8, 256, 64)
+    start = time.monotonic()
+    try:
+        for _ in range(10_000):
+            cqs.distributed.attention(q, q, q)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "none", "", 0.0
+
+
+@pytest.mark.parametrize("fault", ["unplug", "freeze", "slow", "part"])
+def test_survivors_raise_when_the_network_fails(tmp_path, fault):
+    with Hosts([100.0] * 4) as hosts:
+        processes = hosts.start(in_files(tmp_path, attend_until_a_rank_is_lost))
+        time.sleep(4)
+        start = time.monotonic()
+        if fault == "unplug":
+            hosts.unplug(2)
+        elif fault == "freeze":
+            os.kill(processes[2].pid, signal.SIGSTOP)
+        elif fault == "part":
+            hosts.part([2, 3])
+        else:
+            hosts.set_rate(2, 0.01)
+        survivors = {0, 1, 3} if fault == "freeze" else {0, 1, 2, 3}
+        for rank in survivors:
+            processes[rank].join(40)
+            assert processes[rank].exitcode == 0, rank
+        assert time.monotonic() - start < 40
+        for rank in survivors:
+            name, message, _ = json.loads(Path(tmp_path, str(rank)).read_text())
+            assert name in ("LostError", "RuntimeError") and "rank" in message
