@@ -3,7 +3,26 @@
 import math
 import random
 
-from benchmarks.singer_covers import translates_with_0_and_1
+from benchmarks.singer_covers import prime_power, translates_with_0_and_1
+
+
+def least_size(modulus: int) -> int:
+    """Return a lower bound of the elements of a difference cover.
+
+    m elements have ``m (m - 1)`` differences besides 0. If these are exactly the residues besides
+    0, the cover is a cyclic projective plane of order m - 1. Orders up to 2,000,000 are then prime
+    powers (Gordon, Electronic Journal of Combinatorics 1, 1994).
+
+    Args:
+        modulus: Number of residues to cover, W, up to 10^12.
+
+    Example:
+        >>> [least_size(number) for number in (31, 32, 43)]
+        [6, 7, 8]
+    """
+    size = next(m for m in range(math.isqrt(modulus), modulus + 1) if m * (m - 1) + 1 >= modulus)
+    is_plane = size > 2 and size * (size - 1) + 1 == modulus
+    return size + (is_plane and prime_power(size - 1) is None)
 
 
 def search_cover(

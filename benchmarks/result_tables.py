@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fitting
+from benchmarks.cover_search import least_size
 from benchmarks.layer_parts import PARTS
 from cqs.report.measurement import read_rows
+from cqs.scheduler import load_interest_set
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -156,6 +158,22 @@ def peers(name: str, heads: str) -> str:
             for label, passes, of_case in _cases(rows_of(name), heads)
         ],
         num_labels=2,
+    )  # fmt: skip
+
+
+def limited() -> str:
+    """Time in the memory of a ring, and of a ring, relative to the usual exchange."""
+    rows = rows_of("limited-cpu")
+    return to_markdown(
+        ["attention", "KV heads", "pass", "`max_bytes` of a ring", "ring"],
+        [
+            ["causal" if "causal" in label else "non-causal", kv_heads, passes, *(
+                f"{of_case[method]['ratio']:.2f}" for method in ("cqs limited", "ring")
+            )]
+            for kv_heads in (8, 2)
+            for label, passes, of_case in _cases(rows, f"h8-kv{kv_heads}-d64")
+        ],
+        num_labels=3,
     )  # fmt: skip
 
 
@@ -649,6 +667,21 @@ def recovery() -> str:
     return to_markdown(["killed", "moment", "tokens", *columns], table, num_labels=3)
 
 
+def covers() -> str:
+    """Elements of the stored interest set of each W, and the lower bound where it is smaller."""
+
+    def cell(number: int) -> str:
+        size, least = len(load_interest_set(number)), least_size(number)
+        return str(size) if size == least else f"{size} ({least})"
+
+    rows = [
+        [f"{first} ..", *(cell(number) for number in range(max(first, 1), first + 10))]
+        for first in range(0, 300, 10)
+    ]
+    rows[0].insert(1, "")
+    return to_markdown(["W", *map(str, range(10))], [*rows, ["300", cell(300)] + 9 * [""]])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "peers-two": partial(peers, "peers-h200-x2", "h16-kv16-d128"),
@@ -659,6 +692,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-four-gqa": partial(peers, "peers-h200-x4", "h32-kv8-d128"),
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
+    "covers": covers,
+    "limited": limited,
     "efficiency": efficiency,
     "efficiency-ranges": efficiency_ranges,
     "fit": fit,

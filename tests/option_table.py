@@ -50,6 +50,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "head_parallel": {"head_parallel": 1},
     "num_chunks": {"num_chunks": 2},
     "links": {"links": (1e9, 1e-4)},
+    "max_bytes": {"max_bytes": 20_000},
     "memory_budget": {"memory_budget": 200_000},
     "device": {"device": "cpu"},
     "gradients": {},
@@ -98,7 +99,7 @@ HOLES: dict[tuple[str, str], str] = {
     ("gradients", "Ray shards"): "shards on workers do not record gradients",
     **{
         (row, executor): _NO_RANKS
-        for row in ("head_parallel", "num_chunks", "links")
+        for row in ("head_parallel", "num_chunks", "links", "max_bytes")
         for executor in ("this process", "Ray tasks", "Ray tasks, `submit`", "streaming")
     },
 }

@@ -21,7 +21,7 @@ from cqs.scheduler.cost_model import (
     METHODS,
     Machine,
     Workload,
-    _near_shares,
+    near_shares,
     predict,
     predict_plan,
     predict_ring,
@@ -354,7 +354,7 @@ def test_holders_in_the_same_node_are_counted(num_devices, head_parallel):
         holders = [w * head_parallel + i for w in workers for i in range(head_parallel)]
         same += sum(other // 8 == rank // 8 for other in holders)
     others = same / num_devices - 1, len(kind.interest_set) * head_parallel - 1
-    (found, _), (far, _) = _near_shares(kind, num_tasks, head_parallel, 8)
+    (found, _), (far, _) = near_shares(kind, num_tasks, head_parallel, 8)
     assert math.isclose(found, others[0] / others[1]) and math.isclose(far, 1 - found)
 
 

@@ -24,6 +24,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "cqs": Cqs,
     "cqs replayed": Replayed,
     "cqs quorums": partial(Cqs, head_parallel=1),
+    "cqs limited": partial(Cqs, is_limited=True),
     "ring": Ring,
     "all-gather": AllGather,
     "grid": Grid,

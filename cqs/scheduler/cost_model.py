@@ -186,8 +186,12 @@ class Workload:
             head_parallel: Head-parallel degree; the bytes are those of one head group.
         """
         part = self.part(head_parallel)
-        rows, keys = (-(-number // num_devices) for number in (self.tokens, self._keys))
+        rows, keys = self.shard_rows(num_devices)
         return part.query_bytes(rows), part.key_bytes(keys), part.result_bytes(rows)
+
+    def shard_rows(self, num_devices: int) -> tuple[int, int]:
+        """Return the numbers of queries and of keys of a shard."""
+        return -(-self.tokens // num_devices), -(-self._keys // num_devices)
 
     def part(self, head_parallel: int) -> AttentionShape:
         """Return the shape of one head group; groups share KV heads if there are fewer of these."""
@@ -302,7 +306,7 @@ def predict_plan(
     num_tasks = num_devices // head_parallel
     kind = fit_kind(kind, num_tasks)
     is_final = kind.is_final
-    near = _near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
+    near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
         num_devices, head_parallel, num_chunks, is_backward=is_backward, kind=kind
     )
@@ -563,7 +567,7 @@ def _copied(needed: float, results: float) -> float:
     return needed if max(needed, results) > 1 else 0.0
 
 
-def _near_shares(
+def near_shares(
     kind: Kind, num_tasks: int, head_parallel: int, per_node: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the parts of queries and of keys that are received from the own node, and the rest.

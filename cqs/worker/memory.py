@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 
 _TILE = 128
 """Rows of a tile and columns of a block that predictions of the Triton backend assume."""
+_SHARE_OF_GPU, _SHARE_OF_HOST = 0.9, 0.5
+"""Fractions of the free memory that a call may take."""
 _LSES_OF_A_MERGE = 6
 """Number of tensors in the shape of an LSE that a merge allocates at once."""
 
@@ -31,6 +33,17 @@ _LSES_OF_A_MERGE = 6
 def memory_of(device: torch.device) -> int:
     """Return the memory of a GPU in bytes."""
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return 90 % of the free memory of a GPU, or 50 % of the free memory of the host."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Blocks that PyTorch's allocator caches are free for PyTorch, not for the driver.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * _SHARE_OF_GPU)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * _SHARE_OF_HOST)
 
 
 def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> tuple[Result, int]:

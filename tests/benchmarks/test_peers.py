@@ -73,6 +73,7 @@ def test_what_a_method_cannot_take_is_left_out_with_the_reason(ranks):
     (found, _) = ranks.run(2, largest_errors, Case("uneven", 51, 51, 3, 3))
     assert found["ring"] == found["all-gather"] == "requires tokens in multiples of 4, got 51"
     assert found["ulysses"] == "requires heads in multiples of 2, got 3 query heads and 3 KV heads"
+    assert found["cqs limited"] == "requires tokens in multiples of 2, got 51"
     assert found["cqs"] < 1e-12
 
 
@@ -133,7 +134,7 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     out = tmp_path / "rows.jsonl"
     rows, *others = ranks.run(4, measured, str(out), False)
     assert others == [[]] * 3
-    names = {"one", "cqs", "cqs quorums", "ring", "all-gather", "ulysses"}
+    names = {"one", "cqs", "cqs quorums", "cqs limited", "ring", "grid", "all-gather", "ulysses"}
     assert {(row.benchmark, row.executor) for row in rows} == {
         (f"peers {what}", name) for what in ("forward", "both") for name in names
     }

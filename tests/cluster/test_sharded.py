@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import threading
@@ -111,6 +112,17 @@ def test_patterns_and_dropout_are_those_of_one_process(cluster, head_parallel):
     output = cluster.attention(sharded, head_parallel=head_parallel, **options).to_local()
     expected = cqs.attention(*whole(), backend="reference", **options)
     torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
+
+
+def test_a_limit_of_memory_changes_no_result(cluster):
+    sharded = cluster.make_sharded(make)
+    expected = cluster.attention(sharded, is_causal=True).to_local()
+    with pytest.raises(ValueError, match="max_bytes must be at least") as error:
+        cluster.attention(sharded, is_causal=True, max_bytes=1)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    for limit in (least, 2 * least):
+        output = cluster.attention(sharded, is_causal=True, max_bytes=limit).to_local()
+        torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
 
 
 def test_verification_catches_a_wrong_rank(cluster):
@@ -278,6 +290,17 @@ def test_wrong_arguments_are_named(cluster, pair):
             lambda: cluster.attention(*whole(), head_parallel=2),
             TypeError,
             "head_parallel must be .* got 2",
+        ),
+        (
+            lambda: cluster.attention(*whole(), max_bytes=10**6),
+            TypeError,
+            "max_bytes must be None .* got 1000000",
+        ),
+        (lambda: cluster.attention(sharded, max_bytes=0), ValueError, "max_bytes .* got 0"),
+        (
+            lambda: cluster.attention(sharded, max_bytes=100),
+            ValueError,
+            "max_bytes must be at least [0-9]+ for these tensors and options, got 100",
         ),
         (lambda: cluster.attention(whole()[0]), TypeError, "key and value must be"),
         (lambda: cluster.attention(sharded, scale="a"), TypeError, "scale must be a number"),

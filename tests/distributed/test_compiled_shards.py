@@ -30,6 +30,7 @@ CALLS = {
     "dropout-seed": {"dropout_p": 0.3, "seed": 7, "is_causal": True},
     "lse": {"return_lse": True, "scale": 0.7},
     "plan": {"plan": Grid2D(1, 1), "head_parallel": 2, "num_chunks": 1, "links": (1e9, 1e-5)},
+    "max_bytes": {"max_bytes": 60_000, "is_causal": True},
     "verified": {"verify": True, "backend": "reference"},
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from limited import check_within
 from programs import (
     bits,
     calls_that_deviate,
@@ -49,6 +50,13 @@ def test_every_dtype_tracks_exact(ranks, num_ranks, case, dtype):
             options = {"head_parallel": head_parallel, "num_chunks": num_chunks}
             cuts = cut(case, num_ranks, seed + num_chunks)
             ranks.run(num_ranks, check_tracks_exact, case, dtype, cuts, options, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_limit_of_memory_keeps_results_exact(ranks, num_ranks, case):
+    if num_ranks > 1:  # one rank receives nothing
+        cuts = cut(case, num_ranks, 3)
+        ranks.run(num_ranks, check_within, case, torch.bfloat16, cuts, (1, 2, 4), "cuda")
 
 
 @pytest.mark.parametrize("head_parallel", ["auto", 1])

@@ -15,14 +15,14 @@ import torch
 from fake_gpus import World, current_rank, current_stream, later, synchronize
 
 import cqs
-from cqs.executors.distributed import rank_task
-from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed import rank_task, streamed_task
+from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.transport import row_copies, streams, transfer
 from cqs.executors.distributed.transport.streams import open_streams
-from cqs.partial import Partial
+from cqs.partial import Partial, RunningMerge
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import FETCHED
+from cqs.scheduler.cost_model import FETCHED, MACHINES
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -84,6 +84,61 @@ class LaterTask(rank_task.ChunkTask):
 REAL_TASK = rank_task.ChunkTask
 
 
+class LaterWorker(Worker):
+    """Launches what it computes."""
+
+    def run_together(self, steps, *held):
+        query, _, value = (each.sample for each in held)
+        output = query.new_full((*query.shape[:3], value.shape[3]), torch.nan)
+        compute = partial(super().run_together, steps, *held)
+        return launch(compute, Partial(output, output[..., 0].clone()))
+
+    def run_backward(self, steps, *held):
+        found = [torch.full_like(each.sample, torch.nan) for each in held[:3]]
+        return launch(partial(super().run_backward, steps, *held), found)
+
+
+class LaterMerge:
+    """Launches the steps of a merge."""
+
+    def __init__(self, answer):
+        self._answer, self._merge = answer, [None]
+        current_stream().enqueue(lambda: self._merge.__setitem__(0, RunningMerge(answer)))
+
+    def add(self, *arguments):
+        current_stream().enqueue(lambda: self._merge[0].add(*arguments))
+
+    def finish(self):
+        current_stream().enqueue(lambda: self._merge[0].finish())
+        return self._answer
+
+
+class LaterSums(streamed_task._Sums):
+    """Launches the steps of sums; in float64 they are the gradients themselves."""
+
+    def __init__(self, gradients, chunk):
+        super().__init__(gradients, chunk)
+        for place, _ in (each for of_heads in self._sums for each in of_heads.values()):
+            current_stream().enqueue(place.zero_)
+
+    def add(self, *arguments):
+        current_stream().enqueue(partial(super().add, *arguments))
+
+    def finish(self):
+        pass
+
+
+def add_later(sums, found):
+    if not sums:
+        return [*found]
+    add = partial(ADD, [*sums], [*found])
+    current_stream().enqueue(lambda: add() and None)
+    return sums
+
+
+ADD = streamed_task._added
+
+
 def launch(function, results):
     """Launch a function whose results are written to ``results``."""
 
@@ -139,6 +194,9 @@ def peer_memory(monkeypatch):
         (transfer, "copy_rows", later(row_copies.copy_rows)),
         (rank_task, "ChunkTask", LaterTask),
         (rank_task, "_add_up", later(rank_task._add_up)),
+        (streamed_task, "RunningMerge", LaterMerge),
+        (streamed_task, "_added", add_later),
+        (streamed_task, "_Sums", LaterSums),
         (rank_task, "open_streams", lambda device, number: open_streams(GPU, number)),
         (streams, "_streams", lambda device, number: streams_of_rank(streams_made, number)),
     ):
@@ -179,18 +237,23 @@ def draw_calls(generator, num_ranks):
                 "plan": generator.choice(["quorums", "rows", "grid"]),
                 "is_causal": generator.random() < 0.6,
                 "gradients": generator.random() < 0.7,
+                "max_bytes": generator.choice([None, 0, 10_000]),
             }
         )
     return calls
 
 
-def make_layout(call, rank):
+def make_task(transport, call, rank, worker):
+    """Return a rank's task; without a fitting order, the one that holds the fewest bytes."""
     num_heads, num_kv_heads = call["heads"]
-    return lay_out(
+    shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
+    limit = Limit(call.get("max_bytes"), False, shape, has_buffer=True)
+    layout, order, batches = lay_out_within(
+        limit,
         call["lengths"],
         call["lengths"],
         rank,
-        AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads),
+        shape,
         head_parallel=call["head_parallel"],
         num_chunks=call["num_chunks"],
         is_causal=call["is_causal"],
@@ -199,7 +262,12 @@ def make_layout(call, rank):
         tile=1,
         chunk_rule=FETCHED,
         with_gradients=call["gradients"],
+        machine=MACHINES["H200"],
     )
+    if order is None:
+        return rank_task.RankTask(transport, layout, worker)
+    later_worker = LaterWorker(worker.scale, "reference")
+    return streamed_task.StreamedTask(transport, layout, later_worker, batches, order.resident)
 
 
 def attend(transport, rank, call, tensors, new_pass=transfer.Pass):
@@ -222,9 +290,9 @@ def rows_of(call, rank):
 def launch_call(transport, rank, call, shards, new_pass=transfer.Pass):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
-    layout = make_layout(call, rank)
     problem = check_problem(query, key, value)
-    task = rank_task.RankTask(transport, layout, Worker(problem.scale, "reference", None, None))
+    worker = Worker(problem.scale, "reference", None, None)
+    task = make_task(transport, call, rank, worker)
     gradients = call["gradients"]
     answer, kept = task.attend(problem, with_lse=gradients, keep=gradients, of_pass=new_pass())
     results = [answer.output]
@@ -347,7 +415,13 @@ def keep_rows(monkeypatch):
 def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
     """It would say that it has ended the second before others have seen that of the first."""
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (40, 0), "gradients": False, "head_parallel": 1, "num_chunks": 1}
+    call |= {
+        "lengths": (40, 0),
+        "max_bytes": None,
+        "gradients": False,
+        "head_parallel": 1,
+        "num_chunks": 1,
+    }
     world, steps = make_world(2, 0), iter(range(500))
 
     def program(rank):
@@ -363,7 +437,13 @@ def test_a_rank_with_nothing_to_do_is_not_ahead_by_two_passes(peer_memory):
 
 def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (20, 20), "gradients": False, "head_parallel": 1, "num_chunks": 2}
+    call |= {
+        "lengths": (20, 20),
+        "max_bytes": None,
+        "gradients": False,
+        "head_parallel": 1,
+        "num_chunks": 2,
+    }
     world = make_world(2, 0)
     keep_rows(monkeypatch)
 
@@ -386,7 +466,13 @@ def test_a_call_that_fails_can_be_left_out_of_a_graph(peer_memory, monkeypatch):
 
 def test_forward_passes_of_long_sequences_take_one_stream(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0]
-    call |= {"lengths": (20, 20), "gradients": True, "head_parallel": 1, "num_chunks": 2}
+    call |= {
+        "lengths": (20, 20),
+        "max_bytes": None,
+        "gradients": True,
+        "head_parallel": 1,
+        "num_chunks": 2,
+    }
     call |= {"heads": (2, 2), "is_causal": False}
     world, numbers = make_world(2, 0), {}
 
@@ -417,7 +503,13 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
 ):
     """As if memory was short where results for other ranks are computed."""
     call = draw_calls(random.Random(0), 4)[0]
-    call |= {"lengths": (10,) * 4, "gradients": gradients, "head_parallel": 1, "num_chunks": 2}
+    call |= {
+        "lengths": (10,) * 4,
+        "max_bytes": None,
+        "gradients": gradients,
+        "head_parallel": 1,
+        "num_chunks": 2,
+    }
     call |= {"heads": (2, 2), "is_causal": True}
     tensors, world, failing = draw_tensors(call), make_world(4, 0), {}
     compute = LaterTask.compute_away
@@ -450,7 +542,7 @@ def test_a_call_may_follow_one_on_which_the_ranks_disagree(peer_memory, monkeypa
     """What they have packed by then is not sent; also if they had no memory before."""
     set_least_bytes(monkeypatch, 512)
     call = draw_calls(random.Random(1), 3)[0]
-    call |= {"lengths": (10, 20, 10), "gradients": True, "num_chunks": 1}
+    call |= {"lengths": (10, 20, 10), "max_bytes": None, "gradients": True, "num_chunks": 1}
     larger = call | {"heads": (8, 8)}
     tensors, world = draw_tensors(call), make_world(3, 1)
     expected = expect(call, tensors)

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.cover_search import least_size
 from cqs.scheduler import check_interest_set, interest_sets, load_interest_set
+from cqs.scheduler.interest_sets import ruler_cover
 from cqs.scheduler.quorum import pair_offsets
 
 FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
@@ -146,3 +148,31 @@ def test_large_sets_are_checked_within_seconds():
 
 def test_check_sorts_what_it_accepts():
     assert check_interest_set(iter([3, 0, 1]), 7) == (0, 1, 3)
+
+
+A283297 = """
+    1 2 2 3 3 3 3 4 4 4 4 4 4 5 5 5 5 5 5 6 5 6 6 6 6 6 6 6 7 7 6 7 7 7 7 7 7 8 7 8 8 8 8 8 8 8
+    8 8 8 8 8 9 9 9 9 9 8 9 9 9 9 9 9 9 9 10 10 10 10 10 10 10 9 10 10 10 10 10 10 11 11 11 11
+    11 11 11 11 11 11 11 10 11 12 12 12 12 12 12 12 12
+"""
+"""Sizes of the smallest covers of 1 to 100, by https://oeis.org/A283297."""
+PUBLISHED = {128: 13, 256: 20, 120: 14, 168: 16, 255: 20, 288: 21}
+"""Sizes of Burkhardt and Karkkainen (2003), and of Bose with a cover of the multiples of q + 1."""
+
+
+def test_no_published_cover_is_smaller():
+    sizes = {number: len(load_interest_set(number)) for number in range(1, 301)}
+    published = dict(enumerate(map(int, A283297.split()), 1))
+    larger = {number for number in published if published[number] > sizes[number]}
+    assert len(published) == 100 and larger == {93, 95}
+    assert all(published[number] == sizes[number] for number in published.keys() - larger)
+    assert all(sizes[number] <= size for number, size in PUBLISHED.items())
+    assert all(sizes[number] <= len(ruler_cover(number)) for number in range(112, 301))
+
+
+def test_no_stored_set_has_fewer_elements_than_the_bound():
+    for number in range(1, 301):
+        assert least_size(number) <= len(load_interest_set(number)), number
+    assert [least_size(q * q + q + 1) - q - 1 for q in range(2, 17)] == [
+        int(q in (6, 10, 12, 14, 15)) for q in range(2, 17)
+    ]

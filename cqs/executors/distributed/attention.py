@@ -46,6 +46,7 @@ def _attention_in_graph(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    max_bytes: int | None = None,
     joint_query: Tensor | None = None,
     joint_key: Tensor | None = None,
     joint_value: Tensor | None = None,
@@ -78,6 +79,7 @@ def _attention_in_graph(
         num_chunks,
         plan_text(plan),
         None if links is None else [*links],
+        max_bytes,
         backend,
         return_lse,
         verify,
@@ -110,6 +112,7 @@ def attention(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    max_bytes: int | None = None,
     joint_query: Tensor | None = None,
     joint_key: Tensor | None = None,
     joint_value: Tensor | None = None,
@@ -176,6 +179,15 @@ def attention(
             :data:`cqs.scheduler.cost_model.MACHINES`; on several, what rank 0 measures in the first
             call on the group. Another run may measure other links and choose another plan, which
             rounds differently: pass them for results that are bitwise reproducible.
+        max_bytes: Most bytes that a rank holds at once for its exchanges with others, at least 1:
+            received queries, keys and values, with its own rows among them; packed rows until they
+            are sent; partial outputs and gradients that it computes for other ranks or receives
+            from them; the float32 sums of its own; and what it keeps for the backward pass beside
+            its own shard. Not counted are the shard, its results and gradients, blocks of a bias,
+            joint outputs, and the scratch of a kernel or a merge while it runs. The cost model
+            chooses the fastest order of receiving tokens that fits; the backward pass receives
+            them again. ``None`` means no limit on CPUs, and on GPUs 90 % of the memory that is free
+            on every rank in the first call with these shards.
         joint_query: ``[batch or 1, num_heads, any length, head_dim]``, queries of joint tokens, the
             same on all ranks, or ``None``. Plain tensors or, also for joint_key and joint_value,
             DTensors with the placements ``[Replicate()]``. Their gradient on a rank is its share,
@@ -228,6 +240,7 @@ def attention(
             num_chunks=num_chunks,
             plan=plan,
             links=links,
+            max_bytes=max_bytes,
             backend=backend,
             return_lse=return_lse,
             verify=verify,
@@ -256,6 +269,7 @@ def prepare(
     num_chunks: int | None = None,
     plan: Kind | str | None = None,
     links: Iterable[float] | None = None,
+    max_bytes: int | None = None,
     joint_query: Tensor | None = None,
     joint_key: Tensor | None = None,
     joint_value: Tensor | None = None,
@@ -284,6 +298,7 @@ def prepare(
         num_chunks: Maximum number of head chunks, or ``None``.
         plan: Kind of the plan, or ``None``.
         links: Bandwidth and latency of the links, or ``None``.
+        max_bytes: Most bytes that a rank holds for exchanges, or ``None``.
         joint_query: Tensors like later joint queries, or ``None``; their length may differ later.
         joint_key: Tensors like later joint keys, or ``None``.
         joint_value: Tensors like later joint values, or ``None``.
@@ -321,6 +336,7 @@ def prepare(
             num_chunks=num_chunks,
             plan=plan,
             links=links,
+            max_bytes=max_bytes,
             backend=backend,
             return_lse=return_lse,
             verify=verify,
@@ -446,6 +462,7 @@ def _check(
     num_chunks: int | None,
     plan: Kind | str | None,
     links: Iterable[float] | None,
+    max_bytes: int | None,
     backend: str | None,
     return_lse: bool,
     verify: bool,
@@ -476,6 +493,7 @@ def _check(
         "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
         "head_parallel": _check_head_parallel(head_parallel, group.size(), problem, pattern),
         "links": None if links is None else Links.check(links),
+        "max_bytes": None if max_bytes is None else as_integer("max_bytes", max_bytes, 1),
         "plan": default_plan if plan is None else check_kind(plan, "plan"),
         "joint tokens": joint,
         "backend": backend,

@@ -80,22 +80,41 @@ class Exchange:
             For each chunk the transfer of one tensor ``[batch, heads of a rank, tokens held, ...]``
             per shard; up to ``num_turns`` chunks are in transit.
         """
-        groups = by_route(shards, routes)
 
         def send(chunk: int) -> Transfer:
-            packets = []
-            for route, chosen in groups:
-                sources, together = [shards[i] for i in chosen], [heads[chunk][i] for i in chosen]
-                layout = _layout_out(route, tuple(together), *_row_of(sources[0]))
-                packets.append(Packet(layout, sources))
             with on_stream(chunk):
-                return self._send(chunk, packets)
+                return self.fetch(chunk, shards, heads[chunk], routes)
 
         chunks = iter(range(len(heads)))
         pending = deque(map(send, islice(chunks, self._transport.num_turns)))
         while pending:
             yield pending.popleft()
             pending += map(send, islice(chunks, 1))
+
+    def fetch(
+        self,
+        chunk: int,
+        shards: Sequence[Tensor],
+        heads: Sequence[HeadsOfRanks],
+        routes: Sequence[Route],
+    ) -> Transfer:
+        """Send the rows of one head chunk or part, and start receiving this rank's.
+
+        Args:
+            chunk: Index of the head chunk, or of the exchange.
+            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
+            heads: For each tensor, the heads that every rank requires.
+            routes: For each tensor, its route.
+
+        Returns:
+            The transfer of one tensor ``[batch, heads of a rank, tokens held, ...]`` per shard.
+        """
+        packets = []
+        for route, chosen in by_route(shards, routes):
+            sources, together = [shards[i] for i in chosen], [heads[i] for i in chosen]
+            layout = _layout_out(route, tuple(together), *_row_of(sources[0]))
+            packets.append(Packet(layout, sources))
+        return self._send(chunk, packets)
 
     def send_back(self, chunk: int, held: Sequence[Tensor], routes: Sequence[Route]) -> Transfer:
         """Send results for the tokens held to the ranks that own the tokens.

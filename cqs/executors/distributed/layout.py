@@ -76,7 +76,7 @@ class Route:
         )
 
     @cached_property
-    def _numbers(self) -> Integers:
+    def numbers(self) -> Integers:
         """Number of rows of every rank's shard that every rank requires, ``[ranks, ranks]``."""
         ranges = [
             (rank, tokens.start, tokens.stop)
@@ -89,22 +89,22 @@ class Route:
     @property
     def num_moved(self) -> int:
         """Number of rows that all ranks send to others."""
-        return int(self._numbers.sum() - self._numbers.trace())
+        return int(self.numbers.sum() - self.numbers.trace())
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Number of rows that this rank sends to every rank, itself included."""
-        return tuple(self._numbers[self.rank].tolist())
+        return tuple(self.numbers[self.rank].tolist())
 
     @cached_property
     def receives(self) -> tuple[int, ...]:
         """Number of rows that this rank receives from every rank, itself included."""
-        return tuple(self._numbers[:, self.rank].tolist())
+        return tuple(self.numbers[:, self.rank].tolist())
 
     @cached_property
     def offsets(self) -> tuple[PackOffsets, PackOffsets]:
         """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
-        numbers = self._numbers.copy()
+        numbers = self.numbers.copy()
         np.fill_diagonal(numbers, 0)
         out, home = (
             PackOffsets(
@@ -119,6 +119,11 @@ class Route:
         """Whether this rank neither sends rows to nor receives rows from other ranks."""
         own = self.lengths[self.rank]  # as many as it receives from itself
         return sum(self.lengths) == own == sum(self.receives)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank requires one range of its own rows, or none; equal on all ranks."""
+        return not self.num_moved and all(len(ranges) <= 1 for ranges in self.wanted)
 
 
 class SplitSteps(NamedTuple):

@@ -43,6 +43,7 @@ class Options(NamedTuple):
     num_chunks: int | None
     plan: str | None
     links: list[float] | None
+    max_bytes: int | None
     backend: str | None
     return_lse: bool
     verify: bool
@@ -65,7 +66,7 @@ _SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? slopes, Tensor? bias, "
     "Tensor? pattern, Tensor? seed, bool is_drawn, bool is_causal, float? scale, float? softcap, "
     "bool bias_requires_grad, float dropout_p, "
-    "str head_parallel, int? num_chunks, str? plan, float[]? links, str? backend, "
+    "str head_parallel, int? num_chunks, str? plan, float[]? links, int? max_bytes, str? backend, "
     "bool return_lse, bool verify, str group, str joint_position, SymInt[] joint_rows, bool keeps, "
     "int place"
 )

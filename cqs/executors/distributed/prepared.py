@@ -12,13 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import Agreement, Request, Shards, calls_on
-from cqs.executors.distributed.layout import Layout, cut_shards, lay_out
+from cqs.executors.distributed.agreement import (
+    Agreement,
+    Request,
+    Shards,
+    calls_on,
+    control_group,
+    swap,
+)
+from cqs.executors.distributed.batches import Batch
+from cqs.executors.distributed.bounded import Limit, lay_out_within
+from cqs.executors.distributed.layout import Layout, cut_shards
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
+from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
-from cqs.executors.distributed.transport.transports import count_sends, ranks_per_host, transport_of
+from cqs.executors.distributed.transport.transports import (
+    count_sends,
+    ranks_per_host,
+    transport_of,
+)
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
@@ -28,7 +42,9 @@ from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
+from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
+from cqs.worker.memory import free_bytes
 
 _MOST_SIGNATURES = 64
 """Number of signatures of a group that are kept."""
@@ -122,16 +138,19 @@ class PreparedCalls:
         has_blocks = problem.terms is not None and problem.terms.bias is not None
         is_alike = problem.dropout is None and not (has_blocks or self.values["is_captured"])
         predicted = self._predicted.get(own[:2]) if is_alike else None
+        if predicted is not None and predicted._replace(seed=0) not in self._placements:
+            predicted = None  # a placement is made by all ranks, once they have agreed
         try:
             if predicted is not None:
                 with suppress(_OtherShardsError):
-                    answer = self._attend(group, problem, predicted, Pass(number, confirm))
-                    confirm()  # at the latest
-                    return answer
+                    try:
+                        return self._attend(group, problem, predicted, Pass(number, confirm))
+                    finally:
+                        confirm()  # at the latest; an error may be that of other shards alone
             shards = _remember(self._predicted, own[:2], agree())
             return self._attend(group, problem, shards, Pass(number))
         except Exception:
-            agreement.wait()  # an error of which all ranks know comes first
+            agree()  # an error of which all ranks know comes first
             raise
 
     def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: Pass) -> Partial:
@@ -211,6 +230,9 @@ class _Placement:
     shards: Shards
     machine: Machine
     transport: Transport
+    limit: int | None
+    """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else on GPUs the memory
+    that is free on every rank."""
     is_causal: bool
     """Whether attention over the whole sequence is dense and causal."""
     pattern: Pattern | None
@@ -234,8 +256,10 @@ class _Placement:
         is_causal, pattern = check_pattern(
             values["pattern"], values["is_causal"], batch, num_heads, *lengths
         )
-        machine = _plan_for(shards, per_host, links)
-        return cls(dist.get_rank(group), shards, machine, transport, is_causal, pattern)
+        machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
+        if limit is None and not values["is_captured"] and device.type == "cuda":
+            limit = min(swap(control_group(group), [free_bytes(device)]))
+        return cls(dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern)
 
     def bind(self, problem: Problem, seed: int) -> Problem:
         """Return a problem with the mask of the whole sequence and the seed of rank 0."""
@@ -263,7 +287,7 @@ class _Placement:
 
     def layouts(self, part: Problem, values: Mapping[str, Any]) -> list[Layout]:
         """Return the layouts of all ranks for a part of the problem."""
-        return [self._lay_out(part, values, rank) for rank in range(len(self.shards.seqlens_q))]
+        return [self._lay_out(part, values, rank)[0] for rank in range(len(self.shards.seqlens_q))]
 
     def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
         """Return this rank's task of a part of the problem, without dropout and score terms."""
@@ -272,11 +296,20 @@ class _Placement:
         if pattern is not None:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
-        return RankTask(self.transport, self._lay_out(part, values, self.rank), worker)
+        layout, order, batches = self._lay_out(part, values, self.rank)
+        if order is None:
+            return RankTask(self.transport, layout, worker)
+        return StreamedTask(self.transport, layout, worker, batches, order.resident)
 
-    def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
+    def _lay_out(
+        self, part: Problem, values: Mapping[str, Any], rank: int
+    ) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
+        """Return the layout of a rank, and the order in which it receives tokens, if limited."""
         seqlens_q, seqlens_kv, *_ = self.shards
-        return lay_out(
+        is_given = values["max_bytes"] is not None
+        limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer)
+        return lay_out_within(
+            limit,
             seqlens_q,
             seqlens_kv,
             rank,

@@ -30,7 +30,7 @@ from cqs.worker import HeldTokens, Worker
 _MOST_AT_ONCE = 196_608
 """Number of keys of a rank above which the head chunks of a forward pass run one after another.
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
-_AGREED = Pass()
+AGREED = Pass()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RankTask:
         *,
         with_lse: bool,
         keep: bool,
-        of_pass: Pass = _AGREED,
+        of_pass: Pass = AGREED,
     ) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
@@ -123,7 +123,7 @@ class RankTask:
         kept: Kept,
         grad_output: Tensor,
         terms: ScoreTerms | None = None,
-        of_pass: Pass = _AGREED,
+        of_pass: Pass = AGREED,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 

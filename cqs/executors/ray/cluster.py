@@ -171,6 +171,7 @@ class Cluster:
         num_tasks: int | None = None,
         head_parallel: int | str = "auto",
         plan: Kind | str | None = None,
+        max_bytes: int | None = None,
         backend: str | None = None,
         return_lse: bool = False,
         verify: bool = False,
@@ -204,6 +205,8 @@ class Cluster:
                 :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
             plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
                 Of a sharded sequence, see :func:`cqs.distributed.attention`.
+            max_bytes: Most bytes that a worker of a sharded sequence holds for exchanges, see
+                :func:`cqs.distributed.attention`. Tensors support only ``None``.
             backend: Name of a backend; ``None`` lets each worker choose its fastest.
             return_lse: Also return the log-sum-exp of every query.
             verify: Recompute sampled rows in float64 and raise if they deviate: on the driver, or
@@ -259,6 +262,7 @@ class Cluster:
                 **options,
                 "head_parallel": head_parallel,
                 "plan": plan,
+                "max_bytes": max_bytes,
                 "backend": backend,
                 "return_lse": return_lse,
                 "verify": verify,
@@ -270,6 +274,10 @@ class Cluster:
             raise TypeError(
                 f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
                 "sequence to choose a degree"
+            )
+        if max_bytes is not None:
+            raise TypeError(
+                f"max_bytes must be None for tensors, got {max_bytes!r}: pass a sharded sequence"
             )
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")

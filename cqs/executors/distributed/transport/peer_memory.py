@@ -69,6 +69,7 @@ class PeerMemory(Transport):
 
     num_streams = _NUM_STREAMS
     num_turns = 4
+    has_buffer = True
     chunk_rule = FETCHED
 
     def __init__(self, group: Any, device: torch.device, memory: IpcMemory) -> None:

@@ -149,6 +149,8 @@ class Transport:
     """Maximum number of head chunks that are in transit in one direction at a time."""
     chunk_rule: ChunkRule
     """Thresholds of the number of head chunks for this transport."""
+    has_buffer = False
+    """Whether packed rows are in a send buffer that stays allocated between sends."""
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 

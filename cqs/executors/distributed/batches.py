@@ -1,0 +1,239 @@
+"""Tasks cut into batches and parts, so that a rank holds few of its tokens at a time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from cqs.executors.distributed.layout import Route
+from cqs.patterns import BoundPattern
+from cqs.ranges import overlap
+from cqs.scheduler import AttentionShape, Plan, Step
+from cqs.scheduler.task import join_ranges
+from cqs.scheduler.token_order import (
+    KEYS,
+    QUERIES,
+    Flow,
+    TokenOrder,
+    buffer_bytes,
+    held_bytes,
+)
+
+
+class Cell(NamedTuple):
+    """The pairs that a task computes of one query group and one range of key groups."""
+
+    units: tuple[int, int]
+    """Index of the query group, and of the range among those of the plan."""
+    step: Step
+    """Queries and keys."""
+
+
+class Part(NamedTuple):
+    """Tokens of the streamed side that a rank receives at once, and what it computes with them."""
+
+    route: Route
+    steps: tuple[Step, ...]
+
+
+class Batch(NamedTuple):
+    """Tokens of the resident side that a rank holds, and the parts that are streamed past them."""
+
+    route: Route
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """The tasks of all ranks, cut by token groups on both sides."""
+
+    plan: Plan
+    shards: tuple[Sequence[range], Sequence[range]]
+    """For every rank, the positions of its queries, and of its keys."""
+    head_parallel: int
+
+    @cached_property
+    def _found(self) -> dict[Any, list[tuple[list[Flow], list[list[Flow]]]]]:
+        """Rows of all ranks in each batch and part, by resident side and number of batches."""
+        return {}
+
+    @cached_property
+    def cells(self) -> list[list[Cell]]:
+        """The cells of every rank's task."""
+        plan, number = self.plan, self.plan.num_tasks
+        pattern = plan.pattern
+        bound = None if pattern is None else pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+        units = plan.key_groups
+        of_tasks = [
+            [cell for step in plan.task(index).steps for cell in _cut(step, units, bound)]
+            for index in range(number)
+        ]
+        return [of_tasks[rank // self.head_parallel] for rank in range(len(self.shards[0]))]
+
+    @property
+    def num_units(self) -> tuple[int, int]:
+        """Largest number of groups of queries, and of ranges of keys, of a task."""
+        queries, keys = (
+            max(len({cell.units[side] for cell in cells}) for cells in self.cells)
+            for side in (QUERIES, KEYS)
+        )
+        return queries, keys
+
+    def wanted(self, order: TokenOrder) -> list[tuple[list[list[Cell]], list[list[list[Cell]]]]]:
+        """Return the cells of every rank in each batch, and in each of its parts.
+
+        A task begins with the groups of its own index on both sides, so that at any time the tasks
+        receive tokens of different ranks.
+        """
+        resident, streamed = order.resident, 1 - order.resident
+        batches = [
+            _divide(self._ordered(rank, resident, cells), resident, order.num_batches)
+            for rank, cells in enumerate(self.cells)
+        ]
+        found = []
+        for of_ranks in _by_index(batches):
+            parts = [
+                _divide(
+                    self._ordered(rank, streamed, cells),
+                    streamed,
+                    len(cells) if order.is_streamed else 1,
+                )
+                for rank, cells in enumerate(of_ranks)
+            ]
+            found.append((of_ranks, _by_index(parts)))
+        return found
+
+    def batches(self, order: TokenOrder, rank: int) -> tuple[Batch, ...]:
+        """Return the batches of a rank."""
+        resident, streamed = order.resident, 1 - order.resident
+        return tuple(
+            Batch(
+                self._route(of_batch, resident, rank),
+                tuple(
+                    Part(self._route(of_part, streamed, rank), _join(of_part[rank]))
+                    for of_part in parts
+                ),
+            )
+            for of_batch, parts in self.wanted(order)
+        )
+
+    def most_bytes(
+        self,
+        order: TokenOrder,
+        shape: AttentionShape,
+        head_groups: tuple[int, int],
+        *,
+        with_gradients: bool,
+        has_buffer: bool,
+    ) -> int:
+        """Return the most bytes that any rank holds, see :func:`held_bytes`.
+
+        Args:
+            order: The order.
+            shape: Heads of a head chunk of a rank.
+            head_groups: Number of head groups of queries, and of keys.
+            with_gradients: Whether a backward pass will follow.
+            has_buffer: Whether packed rows are in a send buffer of a fixed size.
+        """
+        key = order[1:]  # head chunks are alike
+        if (found := self._found.get(key)) is None:
+            resident, streamed = order.resident, 1 - order.resident
+            found = self._found[key] = [
+                (self._flows(of_batch, resident), [self._flows(each, streamed) for each in parts])
+                for of_batch, parts in self.wanted(order)
+            ]
+        held, buffers = [0.0], [0.0]
+        for rank, shard in enumerate(zip(*self.shards, strict=True)):
+            batches = [(flows[rank], [part[rank] for part in parts]) for flows, parts in found]
+            lengths = len(shard[QUERIES]), len(shard[KEYS])
+            for is_backward in (False, True)[: 1 + with_gradients]:
+                held.append(
+                    held_bytes(
+                        shape,
+                        order.resident,
+                        batches,
+                        lengths,
+                        head_groups,
+                        is_backward=is_backward,
+                        has_buffer=has_buffer,
+                    )
+                )
+                if has_buffer and batches:
+                    buffers.append(
+                        buffer_bytes(shape, order.resident, batches, is_backward=is_backward)
+                    )
+        return int(max(held) + max(buffers))
+
+    def _ordered(self, rank: int, side: int, cells: list[Cell]) -> list[Cell]:
+        own, number = rank // self.head_parallel, self.plan.num_tasks
+        return sorted(cells, key=lambda cell: ((cell.units[side] - own) % number, cell.units[side]))
+
+    def _route(self, of_ranks: Sequence[list[Cell]], side: int, rank: int) -> Route:
+        return Route(self.shards[side], [_tokens(cells, side) for cells in of_ranks], rank)
+
+    def _flows(self, of_ranks: Sequence[list[Cell]], side: int) -> list[Flow]:
+        """Return the rows of every rank in one exchange."""
+        route = self._route(of_ranks, side, 0)
+        numbers = route.numbers
+        own = numbers.diagonal()
+        sent = (numbers.sum(axis=1) - own).tolist()
+        columns = zip(numbers.sum(axis=0).tolist(), sent, own.tolist(), strict=True)
+        return [Flow(*each, is_local=route.is_local) for each in columns]
+
+
+def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:
+    """Cut the keys of a step at the ends of ``units``; parts without a live pair are dropped."""
+    keys: dict[int, list[range]] = {}
+    for each in step.keys:
+        for i, unit in enumerate(units):
+            common = overlap(each, unit)
+            if common and (bound is None or bound.count(step.queries, common)):
+                keys.setdefault(i, []).append(common)
+    square = step.causal_keys
+    if square is not None:
+        first = next(i for i, unit in enumerate(units) if square.start in unit)
+        keys.setdefault(first, [])
+    for i, ranges in keys.items():
+        diagonal = square if square is not None and i == first else None
+        yield Cell((step.query_group, i), Step.of(step.query_group, step.queries, ranges, diagonal))
+
+
+def _divide(cells: list[Cell], side: int, number: int) -> list[list[Cell]]:
+    """Divide ordered cells into at most ``number`` lists of whole units of a side."""
+    units = [list(each) for _, each in groupby(cells, key=lambda cell: cell.units[side])]
+    number = min(number, len(units))
+    marks = [i * len(units) // number for i in range(number + 1)] if number else [0]
+    return [
+        [cell for unit in units[a:b] for cell in unit]
+        for a, b in zip(marks, marks[1:], strict=False)
+    ]
+
+
+def _by_index(of_ranks: Sequence[Sequence[list[Cell]]]) -> list[list[list[Cell]]]:
+    """Return the first list of every rank, the second, and so on; some ranks have fewer."""
+    most = max(map(len, of_ranks))
+    return [[each[i] if i < len(each) else [] for each in of_ranks] for i in range(most)]
+
+
+def _join(cells: Iterable[Cell]) -> tuple[Step, ...]:
+    """Join the cells of the same rows into one step each."""
+    rows: dict[tuple[int, range], list[Step]] = {}
+    for cell in cells:
+        rows.setdefault((cell.step.query_group, cell.step.queries), []).append(cell.step)
+    return tuple(
+        Step.of(
+            group,
+            queries,
+            [keys for step in steps for keys in step.keys],
+            next((step.causal_keys for step in steps if step.causal_keys is not None), None),
+        )
+        for (group, queries), steps in sorted(rows.items(), key=lambda each: each[0][1].start)
+    )
+
+
+def _tokens(cells: Iterable[Cell], side: int) -> tuple[range, ...]:
+    """Return the queries, or the keys, of cells in ascending ranges."""
+    if side == QUERIES:
+        return join_ranges(cell.step.queries for cell in cells)
+    return join_ranges(block.keys for cell in cells for block in cell.step.blocks())

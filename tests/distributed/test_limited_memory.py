@@ -1,0 +1,177 @@
+"""With ``max_bytes`` ranks hold at most as much, and results are exact."""
+
+import random
+import re
+
+import pytest
+import torch
+from limited import (
+    bytes_within,
+    errors_and_bytes,
+    errors_of_lengths,
+    errors_with_scores,
+    same_bits,
+    smallest_limits,
+    within_free_memory,
+)
+from random_problems import random_problems
+
+from benchmarks.cases import Case
+from cqs.executors.distributed.bounded import Limit, lay_out_within
+from cqs.scheduler import AttentionShape, Grid2D
+from cqs.scheduler.cost_model import SENT, Machine, Workload, predict
+from cqs.scheduler.token_order import QUERIES, list_orders, predict_orders
+
+NUM_PROBLEMS, BATCH = 500, 10
+
+
+@pytest.mark.slow
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
+def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, batch):
+    num_ranks, generator = 1 + batch % 8, random.Random(batch)
+    problems = random_problems(1000 + batch, BATCH, num_ranks)
+    smallest = ranks.run(num_ranks, smallest_limits, problems)
+    assert all(each == smallest[0] for each in smallest)
+    limits = [int(least * 2 ** generator.choice([0, 0, 0.5, 1, 2, 4])) for least in smallest[0]]
+    limited = [
+        (case, cuts, options | {"max_bytes": limit})
+        for (case, cuts, options), limit in zip(problems, limits, strict=True)
+    ]
+    found = ranks.run(num_ranks, errors_and_bytes, limited)
+    for problem, least, limit, *of_ranks in zip(limited, smallest[0], limits, *found, strict=True):
+        held = [each for _, passes in of_ranks for each in passes]
+        assert max(error for error, _ in of_ranks) < 1e-10, problem
+        others = [each for each in held if each.predicted not in (None, each.measured)]
+        assert not others, problem
+        assert max(each.measured for each in held) <= limit, (problem, held)
+        if limit == least > 1:
+            assert max(each.predicted for each in held) == limit, problem
+
+
+EVEN = [0, 16, 32, 48, 64, 80, 96, 112]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "is_causal"),
+    [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
+    ids=str,
+)
+def test_every_dtype_tracks_exact_and_holds_what_is_predicted(ranks, dtype, is_causal):
+    case = Case("dtypes", 112, 112, 4, 2, 32, is_causal=is_causal)
+    for limits in ranks.run(7, bytes_within, case, dtype, (EVEN, EVEN), (1, 2, 4)):
+        for limit, passes in limits:
+            for held in passes:
+                assert held.measured == held.predicted <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads"), [(4, 4), (7, 1)])
+def test_scores_and_dropout_are_those_of_one_process(ranks, num_ranks, num_kv_heads):
+    case = Case("scores", 67, 67, 4, num_kv_heads)
+    marks = [67 * rank // num_ranks for rank in range(num_ranks + 1)]
+    for factor in (1, 2):
+        for errors in ranks.run(num_ranks, errors_with_scores, case, (marks, marks), factor):
+            assert max(errors) < 1e-10
+
+
+@pytest.mark.slow
+def test_every_run_is_bitwise_identical(ranks):
+    case = Case("bits", 112, 112, 4, 2, is_causal=True)
+    assert ranks.run(7, same_bits, case, (EVEN, EVEN), {"max_bytes": 40_000}) == [True] * 7
+
+
+@pytest.mark.slow
+def test_the_error_gives_the_smallest_limit_on_every_rank(ranks):
+    """Also if some ranks have the shards of an earlier call, for which it was another limit."""
+    all_cuts = [[0, 10, 30], [0, 10, 80], [0, 40, 110], [0, 10, 30]]
+    first, second = ranks.run(2, errors_of_lengths, all_cuts, 3)
+    assert first == second and len(first) == 4 and first[0] == first[3]
+    assert len({*first}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free", [0, 100_000, 10**9])
+def test_without_a_limit_the_free_memory_is_one(ranks, free):
+    """An order that fits none is the one that holds the fewest bytes."""
+    case = Case("free", 112, 112, 4, 2)
+    ((least,), *_) = ranks.run(7, smallest_limits, [(case, (EVEN, EVEN), {})])
+    for error, passes in ranks.run(7, within_free_memory, case, (EVEN, EVEN), free):
+        assert error < 1e-10
+        for held in passes:
+            assert (held.predicted is None) == (free == 10**9)
+            assert held.measured <= max(free, least)
+
+
+@pytest.mark.slow
+def test_the_least_memory_is_two_shards_of_keys_and_less_with_head_chunks(ranks):
+    """Forward, float32, with as many groups as ranks: keys streamed past resident queries."""
+    case = Case("ring", 112, 112, 4, 4, 32)
+    shard = 16 * 4 * 32 * 4
+    for num_chunks, keys in ((1, 4 * shard), (4, shard)):
+        options = {"num_chunks": num_chunks, "plan": "rows", "head_parallel": 1}
+        ((least,), *_) = ranks.run(7, smallest_limits, [(case, (EVEN, EVEN), options)])
+        # Two shards of keys and values in float64, beside what a ring holds of its queries.
+        assert least <= 2 * (keys + keys) + 12 * 2 * shard / num_chunks
+
+
+@pytest.mark.slow
+def test_at_a_billion_tokens_memory_is_at_most_that_of_a_ring():
+    """On 4,096 devices, with less traffic and in less time; by the cost model."""
+    machine = Machine(bandwidth=300e9, between=50e9, devices_per_node=8)
+    for num_kv_heads, passes in ((8, "both"), (32, "forward")):
+        shape = AttentionShape(32, 128, num_kv_heads=num_kv_heads)
+        workload = Workload(10**9, shape)
+        ring = predict("ring", workload, 4096, machine, passes)
+        fitting = [
+            each.prediction
+            for each in predict_orders(workload, 4096, machine, passes)
+            if each.prediction.peak_bytes <= ring.peak_bytes
+        ]
+        assert fitting[0].bytes_received < ring.bytes_received / 3
+        assert fitting[0].seconds < ring.seconds
+
+
+def test_orders_are_predicted_for_every_kind():
+    workload = Workload(2**16, AttentionShape(8, 64, num_kv_heads=4), is_causal=True)
+    found = predict_orders(workload, 12, Machine(devices_per_node=4), "both")
+    assert [each.prediction.seconds for each in found] == sorted(
+        each.prediction.seconds for each in found
+    )
+    rows = [each for each in found if each.prediction.kind == Grid2D(1, 12)]
+    assert {each.order for each in rows} >= {*list_orders(workload.part(1), (1, 12))}
+    streamed = [each.prediction for each in rows if each.order[1:] == (QUERIES, 1, True)]
+    at_once = [each.prediction for each in rows if not each.order.is_streamed]
+    assert max(each.peak_bytes for each in streamed) < max(each.peak_bytes for each in at_once)
+
+
+@pytest.mark.slow
+def test_many_ranks_take_an_order_that_fits():
+    """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
+    shape = AttentionShape(8, 64, num_kv_heads=4)
+    options = {
+        "head_parallel": "auto",
+        "num_chunks": None,
+        "is_causal": True,
+        "pattern": None,
+        "plan": "any",
+        "tile": 1,
+        "chunk_rule": SENT,
+        "with_gradients": True,
+        "machine": Machine(devices_per_node=8, between=50e9),
+    }
+
+    def lay_out(max_bytes):
+        limit = Limit(max_bytes, True, shape, False)
+        return lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
+
+    with pytest.raises(ValueError, match="max_bytes must be at least") as error:
+        lay_out(1)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    assert least < 32 * 100 * 4 * 64 * 2  # half of all keys and values
+    layout, order, batches = lay_out(least)
+    assert order.num_chunks == len(layout.chunks) and batches
+    assert {step.queries for batch in batches for part in batch.parts for step in part.steps} == {
+        step.queries for step in layout.steps
+    }
