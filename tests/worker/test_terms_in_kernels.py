@@ -24,7 +24,7 @@ EVERY_DEVICE = pytest.mark.parametrize(
 
 
 def define(problem, terms, query, key, value, mask):
-    """Output and LSE from the definition; 0 and -inf for rows without a live pair."""
+    """Output and LSE from the definition; 0 and -inf or the sink for rows without a live pair."""
     group_size = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
     scores = problem.scale * query @ key.mT
@@ -37,6 +37,10 @@ def define(problem, terms, query, key, value, mask):
     if terms.bias is not None:
         scores = scores + terms.bias.to(scores.dtype)
     scores = scores.masked_fill(~mask, -torch.inf)
+    if problem.sinks is not None:
+        sinks = problem.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+        value = torch.nn.functional.pad(value, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
     is_blind = (lse == -torch.inf).unsqueeze(-1)
     return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0) @ value, lse
@@ -86,6 +90,14 @@ def draw_terms(generator, problem, *, has_bias=True):
     )
 
 
+def draw_sinks(generator, problem):
+    """Sinks below, among and above the scores, in any dtype, every second one in memory."""
+    sinks = 3 * torch.randn(2 * problem.query.shape[1], device=problem.query.device)
+    sinks[torch.rand(len(sinks)) < 0.2] = -torch.inf
+    sinks = sinks.to(generator.choice([torch.float64, torch.float32, torch.bfloat16]))
+    return generator.choice([None, sinks[::2]])
+
+
 def mask_of(problem):
     mask = visible_mask(problem)
     lengths = problem.query.shape[2], problem.key.shape[2]
@@ -126,7 +138,7 @@ def dtypes_of(device):
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_terms_are_right(device, seed):
     generator = random.Random(seed)
     dtype = generator.choice(dtypes_of(device))
@@ -134,8 +146,9 @@ def test_random_terms_are_right(device, seed):
     value_dim = generator.choice([16, problem.query.shape[-1]])
     problem = cqs.problem.replace(problem, value=problem.value[..., :value_dim])
     terms = draw_terms(generator, problem, has_bias=device == "cpu" or seed % 3 == 0)
+    problem = cqs.problem.replace(problem, sinks=draw_sinks(generator, problem))
     scores = cqs.Scores(
-        softcap=terms.softcap or None, alibi_slopes=terms.alibi_slopes, bias=terms.bias
+        problem.sinks, terms.softcap or None, alibi_slopes=terms.alibi_slopes, bias=terms.bias
     )
     options = {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
     options |= {"num_tasks": generator.choice([1, 3, 7]), "backend": "triton"}

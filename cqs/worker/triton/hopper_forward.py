@@ -90,6 +90,7 @@ def attend_tiles_on_hopper(
     scale_log2,
     value_dim,
     softcap,
+    sinks,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
@@ -124,6 +125,7 @@ def attend_tiles_on_hopper(
         scale_log2: Factor on the scores divided by ln 2; positive.
         value_dim: Number of columns of the values.
         softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
+        sinks: Sinks of the heads, ``[num_heads]``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
         STAGES: Number of key and value blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
@@ -157,7 +159,7 @@ def attend_tiles_on_hopper(
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
-    answer = (output, lse, output_strides, lse_strides, num_heads, value_dim)
+    answer = (output, lse, output_strides, lse_strides, num_heads, value_dim, sinks)
     terms = (scale_log2, softcap, slopes)
     steps = (query_step, key_step)
     # Warps, and registers of a thread, of the partitions after the first. A multiprocessor has
@@ -241,7 +243,7 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
     """Write the partial outputs of one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
-    output, lse, output_strides, lse_strides, num_heads, value_dim = answer
+    output, lse, output_strides, lse_strides, num_heads, value_dim, sinks = answer
     scale_log2, softcap, slopes = terms
     unit = scale_log2  # of the scores in the exponent
     if softcap is not None:
@@ -289,6 +291,10 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
+        if sinks is not None:  # a score of every row, without a value
+            sink = gl.load(sinks + item_field(item, ITEM_HEAD) % num_heads).to(gl.float32)
+            largest = gl.zeros([HALF_Q], gl.float32, score_rows) + sink * _LOG2E
+            total += 1.0
         p, largest, total, decay = _exponentials(scores, largest, total, unit, True)
         p = _as_operand(p, out_layout, v.dtype)
         acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)

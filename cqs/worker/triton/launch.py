@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial, merge_rows
+from cqs.problem.scores import add_sinks
 from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
@@ -56,6 +57,7 @@ def attend_block_rows(
     operands: TaskOperands,
     *,
     is_united: bool = False,
+    sinks: Tensor | None = None,
     dtype: torch.dtype | None = None,
     into: Partial | None = None,
 ) -> Partial:
@@ -65,12 +67,13 @@ def attend_block_rows(
         operands: Tensors and options; float16, bfloat16 or float32.
         is_united: Whether to return one partial output for each row of the query, over its live
             pairs in all block rows. Otherwise every block row has its own, one after another.
+        sinks: ``[num_heads]``: one more score of each row of the result, without a value, or None.
         dtype: Dtype of the output; ``None`` means that of the query.
         into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
 
     Returns:
         Output ``[batch, num_heads, rows, value_dim]`` and float32 LSE ``[batch, num_heads, rows]``;
-        ``into`` if that is given. Rows without a live pair have output 0 and LSE -inf.
+        ``into`` if that is given. Rows without a live pair have output 0, and LSE -inf or the sink.
     """
     query, scale = with_positive_scale(operands.query, operands.scale)
     if query is not operands.query:
@@ -86,10 +89,12 @@ def attend_block_rows(
         output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
         return Partial(output, output.new_empty(output.shape[:3], dtype=torch.float32))
 
-    def launch(lists: _Lists, answer: Partial) -> Partial:
+    def launch(lists: _Lists, answer: Partial, sinks: Tensor | None = None) -> Partial:
         output, lse = answer
         if lists.num_rows < num_rows:  # rows without a live pair have no tile
             output.zero_(), lse.fill_(-torch.inf)
+            if sinks is not None:
+                lse.copy_(sinks.unsqueeze(-1))
         numbers = (
             *((lists.num_polls, num_heads) if tiles.on_hopper else (num_heads, query.shape[2])),
             output.stride()[:3],
@@ -98,17 +103,17 @@ def attend_block_rows(
             scale / math.log(2),
             value_dim,
         )
-        _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers)
+        _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers, sinks=sinks)
         return answer
 
     all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
-        return launch(all_lists[0], answer)
+        return launch(all_lists[0], answer, None if sinks is None else sinks.detach().contiguous())
     # Launches of different steps have disjoint pairs of the same rows.
     parts = [(launch(lists, new(torch.float32)), slice(None)) for lists in all_lists]
     merge_rows(answer, parts)
-    return answer
+    return answer if sinks is None else add_sinks(answer, sinks)
 
 
 def gradients_of_block_rows(
@@ -354,6 +359,7 @@ def _launch(
     numbers: tuple[Any, ...],
     *,
     grad_output: Tensor | None = None,
+    sinks: Tensor | None = None,
     tiles_are_keys: bool = False,
     **options: bool,
 ) -> None:
@@ -367,6 +373,7 @@ def _launch(
         tensors: The kernel's arguments between the descriptors and the tiles.
         numbers: The kernel's arguments after the numbers of tiles and items.
         grad_output: Gradient of the output, which has the last descriptor; ``None`` forward.
+        sinks: ``[num_heads]``, contiguous, which only forward kernels take; ``None`` without.
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
@@ -374,7 +381,7 @@ def _launch(
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     softcap = terms.terms.softcap or None if terms else None
     slopes, bias = _term_tensors(operands)
-    of_terms = [each for each in (slopes, bias) if each is not None]
+    of_terms = [each for each in (slopes, bias, sinks) if each is not None]
     all_tensors = *described, *tensors, *of_terms
     if tiles.on_hopper:
         all_tensors = *all_tensors, new_counter(query.device)
@@ -394,6 +401,7 @@ def _launch(
         written, added = others[: len(tensors)], list(others[len(tensors) :])
         of_slopes = None if slopes is None else added.pop(0)
         of_bias = None if bias is None else added.pop(0)
+        of_sinks = None if sinks is None else added.pop(0)
         num_tiles, num_heads = (
             len(lists.tiles),
             math.prod((key if tiles_are_keys else query).shape[:2]),
@@ -405,6 +413,8 @@ def _launch(
             **tiles.options,
             **options,
         }
+        if grad_output is None:
+            constants["sinks"] = of_sinks
         if tiles.on_hopper:
             (counter,) = added
             grid = _persistent(num_items, query.device)
