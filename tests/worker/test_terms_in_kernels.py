@@ -18,6 +18,10 @@ from cqs.patterns import dilated, from_mask, sliding_window
 from cqs.problem.score_terms import ScoreTerms
 from cqs.worker import HeldTokens, Worker
 
+pytest.importorskip("triton")
+
+from cqs.worker.triton.hopper_pairs import TERMS
+
 EVERY_DEVICE = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
@@ -233,6 +237,40 @@ def test_terms_and_dropout_are_right(device):
     expected = with_gradients(partial(compute, backend="reference"), tensors, grad_output)
     for got, want in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_the_polynomial_of_a_soft_cap_is_accurate():
+    """In float32, with the powers of a factor in its coefficients as in the Hopper kernel."""
+    x = torch.linspace(0, 0.6, 100_001)
+    for factor in (1e-5, 2e-3, 1e4):
+        products, found = x / factor, torch.zeros_like(x)
+        for power, term in reversed(list(enumerate(TERMS))):
+            coefficient = torch.tensor(term * factor ** (2 * power + 1))
+            found = torch.addcmul(coefficient, found, products.square())
+        error = (found * products).double() - (products.double() * factor).tanh()
+        assert error.abs().max() < 8e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1, 20])
+@pytest.mark.parametrize("softcap", [16.0, 30.0, 50.0, 51.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_soft_caps_of_large_scores_are_right(head_dim, softcap, factor):
+    """Scores beyond the range of the polynomial, and rows of which all scores are close to -cap."""
+    case = Case("capped", 200, 300, 2, 1, head_dim, is_causal=True)
+    problem = case.make(torch.bfloat16, "cuda")
+    query, key = problem.query * factor, problem.key
+    query[:, :, 50:60], key[:, :, :150] = -factor, 1
+    problem = cqs.problem.replace(problem, query=query, key=key)
+    terms = ScoreTerms(softcap=softcap)
+    grad_output = torch.randn_like(query)
+
+    def compute(*tensors):
+        options = {"is_causal": True, "return_lse": True, "backend": "triton", "num_tasks": 3}
+        return cqs.attention(*tensors, scores=cqs.Scores(softcap=softcap), **options)
+
+    found = with_gradients(compute, (query, key, problem.value), grad_output)
+    assert_same((*found, grad_output), problem, terms)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter

@@ -49,6 +49,11 @@ _POLLS_PER_BLOCK = 1 / 8
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
 
+_BOUNDING_CAPS = 16.0, 50.0
+"""Soft caps with which the Hopper kernel computes no maxima of rows.
+
+Below, many scores are so close to the cap that a polynomial does not serve them. Beyond, exponents
+would exceed what leaves room for sums and large values in float32."""
 _MIN_ALIBI_SCALE = 2.0**-40
 """Smallest factor on the scores with which the Hopper kernels compute ALiBi."""
 
@@ -287,6 +292,20 @@ def _hopper_kernels_support(operands: TaskOperands) -> bool:
     return is_scaled and terms.terms.softcap <= LARGEST_SOFTCAP
 
 
+def _bounds_exponents(operands: TaskOperands) -> bool:
+    """Return whether the soft cap bounds the exponents, see ``_shift_of_cap``."""
+    if operands.terms is None or operands.query.dtype != torch.bfloat16:
+        return False
+    terms = operands.terms.terms
+    if (
+        terms.alibi_slopes is not None
+        or not _BOUNDING_CAPS[0] <= terms.softcap <= _BOUNDING_CAPS[1]
+    ):
+        return False
+    # The seventh power of this number must be a float32 number.
+    return 1e-5 <= operands.scale / terms.softcap <= 1e4
+
+
 class _Lists(NamedTuple):
     """Tiles and runs of a launch, on the device."""
 
@@ -415,6 +434,8 @@ def _launch(
         }
         if grad_output is None:
             constants["sinks"] = of_sinks
+            if tiles.on_hopper:
+                constants["IS_BOUNDED"] = sinks is None and _bounds_exponents(operands)
         if tiles.on_hopper:
             (counter,) = added
             grid = _persistent(num_items, query.device)
