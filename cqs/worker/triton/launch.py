@@ -222,6 +222,21 @@ _PLAIN_TILES = {
     (True, True, 512): (16, 16, 8, 1),
 }
 """Rows of a tile, columns of a block, warps and stages of the plain kernels."""
+_SMALL_TILES = _PLAIN_TILES | {
+    (False, False, 128): (64, 64, 4, 2),
+    (False, False, 256): (64, 32, 4, 1),
+    (False, False, 512): (32, 32, 4, 1),
+    (False, True, 128): (64, 32, 4, 1),
+    (False, True, 256): (32, 32, 4, 1),
+    (False, True, 512): (16, 16, 4, 1),
+    (True, False, 128): (64, 32, 4, 2),
+    (True, False, 256): (32, 32, 4, 1),
+    (True, False, 512): (16, 32, 4, 1),
+    (True, True, 128): (32, 32, 4, 1),
+    (True, True, 256): (16, 16, 4, 1),
+}
+"""The same for GPUs other than Hopper, never timed: they fit the 99 KiB of shared memory that
+compute capability 8.6, 8.9 and 12.x have, and the tensor memory of 10.x."""
 
 
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
@@ -233,9 +248,8 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
         return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
     width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
-    rows, block, num_warps, num_stages = _PLAIN_TILES[
-        is_backward, query.dtype == torch.float32, width
-    ]
+    table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
+    rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
 
 
@@ -267,6 +281,11 @@ def _persistent(num_items: int, device: torch.device) -> tuple[int]:
 @cache
 def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
+
+
+def _is_tuned_for(query: Tensor) -> bool:
+    """Return whether the tiles were timed on such a device; on a CPU the interpreter runs."""
+    return not query.is_cuda or _properties(query.device).major == 9
 
 
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
