@@ -226,13 +226,13 @@ _SMALL_TILES = _PLAIN_TILES | {
     (False, False, 128): (64, 64, 4, 2),
     (False, False, 256): (64, 32, 4, 1),
     (False, False, 512): (32, 32, 4, 1),
-    (False, True, 128): (64, 32, 4, 1),
+    (False, True, 128): (32, 32, 4, 1),
     (False, True, 256): (32, 32, 4, 1),
     (False, True, 512): (16, 16, 4, 1),
     (True, False, 128): (64, 32, 4, 2),
     (True, False, 256): (32, 32, 4, 1),
     (True, False, 512): (16, 32, 4, 1),
-    (True, True, 128): (32, 32, 4, 1),
+    (True, True, 128): (32, 16, 4, 1),
     (True, True, 256): (16, 16, 4, 1),
 }
 """The same for GPUs other than Hopper, never timed: they fit the 99 KiB of shared memory that
