@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
         print(
             f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"compute capability {properties.major}.{properties.minor}"
+            + ("" if properties.major == 9 else ": runs, not tuned")
         )
     if not torch.cuda.is_available():
         print("GPU: none that PyTorch can use")

@@ -48,10 +48,12 @@ class LocalExecutor:
             held = [] if call else list(map(HeldTokens.whole, tensors))
             if call is not None:
                 partial = attend_call(*call)
+                if problem.sinks is not None:
+                    add_sinks(partial, problem.sinks)
             elif problem.key.numel() and isinstance(worker.chosen, TaskBackend):
-                partial = worker.run_together(_together(problem, plan), *held)
+                partial = worker.run_together(_together(problem, plan), *held, sinks=problem.sinks)
             elif len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
-                (partial,) = worker.run_steps(steps, *held)
+                (partial,) = worker.run_steps(steps, *held, sinks=problem.sinks)
             else:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
                 for task in plan.tasks:
@@ -64,8 +66,6 @@ class LocalExecutor:
             raise _explained(problem, plan, worker) from error
         if hooks.progress:
             hooks.advance(problem, plan.live_pairs)
-        if problem.sinks is not None:
-            add_sinks(partial, problem.sinks)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:

@@ -14,7 +14,7 @@ FEATURES: dict[str, Callable[[Backend], bool]] = {
     "calls without a score function": lambda backend: not backend.required_terms,
     "sparse patterns": lambda backend: backend.supports_patterns,
     "dropout": lambda backend: backend.supports_dropout,
-    "`Scores(sinks=)`": lambda backend: True,  # added after the merge
+    "`Scores(sinks=)`": lambda backend: True,  # all partial outputs are merged first
     "`Scores(softcap=)`": _has_term("softcap"),
     "`Scores(alibi_slopes=)`": _has_term("alibi_slopes"),
     "`Scores(bias=)`": _has_term("bias"),

@@ -1,4 +1,4 @@
-"""Backend ``flash``: FlashAttention-4 on Hopper GPUs, from the optional package flash-attn-4.
+"""Backend ``flash``: FlashAttention-4, from the optional package flash-attn-4.
 
 The package compiles a kernel, in seconds, at the first call of each kind.
 """
@@ -24,6 +24,8 @@ _VERSIONS = tuple(f"4.0.0b{beta}" for beta in range(32, 37))
 because no public function accepts the LSE of the whole problem."""
 _HEAD_DIMS = range(32, 257, 32)
 """Many other head_dims give wrong dQ, because two of the kernels pad to different multiples."""
+_LARGEST_HEAD_DIM = {9: 256, 10: 128, 11: 128}
+"""Largest head_dim by compute capability. The kernels for 10.x and 11.x were never run here."""
 
 _TILE = 128
 """Causal squares are cut at a multiple of this number of rows."""
@@ -40,8 +42,11 @@ class _Flash(CallBackend):
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         if reason := why_not_half_precision_on_gpu(query, value, _HEAD_DIMS):
             return reason
-        if (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
-            return f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability[0] not in _LARGEST_HEAD_DIM:  # 12.x has no deterministic gradients
+            return f"requires compute capability 9.x to 11.x, got {capability[0]}.{capability[1]}"
+        if query.shape[-1] > (largest := _LARGEST_HEAD_DIM[capability[0]]):
+            return f"requires a head_dim up to {largest} on this GPU, got {query.shape[-1]}"
         return _why_not_importable()
 
     def attend(self, operands: Operands) -> Partial:

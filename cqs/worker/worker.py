@@ -11,6 +11,7 @@ from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.problem.dropout import Dropout
 from cqs.problem.score_terms import ScoreTerms
+from cqs.problem.scores import add_sinks
 from cqs.ranges import rows_of
 from cqs.scheduler import Step
 from cqs.worker.backend import Backend, CallBackend, TaskBackend
@@ -93,6 +94,7 @@ class Worker:
         self,
         steps: Sequence[Step],
         *held: HeldTokens,
+        sinks: Tensor | None = None,
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
     ) -> list[Partial]:
@@ -101,6 +103,7 @@ class Worker:
         Args:
             steps: The steps; no pair may be in two of them.
             held: Query, key and value.
+            sinks: Sinks of the heads, ``[num_heads]``, if the steps have all keys of their queries.
             dtype: Dtype of the outputs, if the backend supports a choice; ``None`` means that of
                 the query.
             into: Tensors with a last stride of 1 to write to: the queries of each step, one step
@@ -118,7 +121,8 @@ class Worker:
         backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
             lengths = [len(step.queries) for step in steps]
-            whole = backend.attend(self._task_operands(steps, held), dtype=dtype, into=into)
+            options = {"sinks": sinks, "dtype": dtype, "into": into}
+            whole = backend.attend(self._task_operands(steps, held), **options)
             return list(map(Partial, *(part.split(lengths, dim=2) for part in whole)))
         assert isinstance(backend, CallBackend)
         if self.pattern is None:
@@ -126,6 +130,8 @@ class Worker:
         else:
             operands = self._task_operands(steps, held)
             parts = [attend_calls(row, backend, operands) for row in operands.work.block_rows]
+        if sinks is not None:
+            parts = [add_sinks(part, sinks) for part in parts]
         if into is not None:
             for target, found in zip(into, zip(*parts, strict=True), strict=True):
                 torch.cat(found, dim=2, out=target)
@@ -135,6 +141,7 @@ class Worker:
         self,
         steps: Sequence[Step],
         *held: HeldTokens,
+        sinks: Tensor | None = None,
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
     ) -> Partial:
@@ -145,6 +152,7 @@ class Worker:
         Args:
             steps: The steps; no pair may be in two of them.
             held: Query, key and value.
+            sinks: Sinks of the heads, ``[num_heads]``, if the steps have all keys of their queries.
             dtype: Dtype of the output, if the backend supports a choice; ``None`` means that of
                 the query.
             into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
@@ -155,14 +163,14 @@ class Worker:
         backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
-            return backend.attend(operands, is_united=True, dtype=dtype, into=into)
-        parts = self.run_steps(steps, *held, dtype=dtype)
+            return backend.attend(operands, is_united=True, sinks=sinks, dtype=dtype, into=into)
         if into is None and len(steps) == 1 and held[0].ranges == (steps[0].queries,):
-            return parts[0]  # nothing to merge
+            return self.run_steps(steps, *held, sinks=sinks, dtype=dtype)[0]  # nothing to merge
+        parts = self.run_steps(steps, *held, dtype=dtype)
         rows = [_slice(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
-        return answer
+        return answer if sinks is None else add_sinks(answer, sinks)
 
     def run_backward(
         self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None

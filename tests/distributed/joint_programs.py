@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from score_cases import define, relative
 from support.exact import assert_tracks_exact, eager_output, exact_answer
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -165,6 +166,21 @@ def check_joint_tracks_exact(group, case, cuts, joint, position, dtype, device="
     eager, exact = (at.expected(each, cuts)[0] for each in (dtype, torch.float64))
     for number, each in enumerate(zip(found, eager, exact, strict=True)):
         assert_tracks_exact(*each, slack=4, name=f"result {number}")
+
+
+def has_contiguous_copies(group, case, cuts, joint, position):
+    """Return whether the joint rows that are sent are contiguous, as NCCL requires."""
+    at = JointProblem(group, case, cuts, joint, position, torch.float32)
+    send, sent = _functional_collectives.all_to_all_single_autograd, []
+
+    def send_and_note(tensor, *arguments):
+        sent.append(tensor.is_contiguous())
+        return send(tensor, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_functional_collectives, "all_to_all_single_autograd", send_and_note)
+        cqs.distributed.attention(*at.tensors, **at.arguments)
+    return sent
 
 
 def joint_bits(group, case, cuts, joint, position, options):

@@ -9,6 +9,7 @@ from joint_programs import (
     check_captured_joint,
     check_joint_tracks_exact,
     count_joint_bytes,
+    has_contiguous_copies,
     joint_bits,
     joint_complaint,
     joint_dtensors,
@@ -103,6 +104,14 @@ def test_terms_of_scores_count_joint_tokens(ranks, case, names):
         cuts = cut((case.seqlen_q - joint[0], case.seqlen_kv - joint[1]), 3, 2)
         for errors in ranks.run(3, joint_score_errors, case, cuts, joint, position, names):
             assert max(errors) < 1e-9
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
+    case = CASES[0]
+    cuts = cut([47 - number] * 2, 2, 1)
+    found = ranks.run(2, has_contiguous_copies, case, cuts, (number, number), "front")
+    assert found == [[True]] * 2
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
-"""Compile every kernel for Hopper GPUs as the launches ask for it, where no GPU is.
+"""Compile every kernel for Hopper GPUs, or the plain ones for others, where no GPU is.
 
 The tensors are of the CPU and the driver claims a GPU, but launches are only recorded. Every launch
 is made twice, because Triton binds the arguments of the first and cqs those of the second. To be
 run as a program: Triton either compiles kernels or interprets them in all of a process.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ from cqs.worker.triton import launch
 from cqs.worker.work import make_work
 
 TOKENS = 384
-
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a program can have, by compute capability. Launches that need more fail."""
 
 launched: list[tuple[Any, ...]] = []
 """The arguments of all launches: grid, stream, function, metadata and hooks, and the kernel's."""
@@ -39,7 +41,7 @@ class Driver:
     """Of a GPU that is not there."""
 
     utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 232_448},
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[target]},
         load_binary=lambda name, *_: (name, name, 32, 0, 1024),  # it has up to 1,024 threads
     )
 
@@ -47,7 +49,7 @@ class Driver:
         return lambda *arguments: launched.append(tuple(map(opened, arguments)))
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", target, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -125,18 +127,7 @@ def described(tensors: list[Tensor]) -> list[Any]:
     return [(*each[:6], *map(describe, each[9:])) for each in launched]
 
 
-if __name__ == "__main__":
-    triton.runtime.driver.set_active(Driver())
-    bind, num_bound = JITFunction.run, 0
-
-    def bind_and_count(*args: Any, **options: Any) -> Any:
-        global num_bound
-        num_bound += 1
-        return bind(*args, **options)
-
-    JITFunction.run = bind_and_count
-    launch.new_counter = lambda device: torch.zeros(4, dtype=torch.int32)
-    launch._persistent = lambda num_items, device: (num_items,)
+def compile_for_hopper() -> None:
     window, streams = sliding_window(100, 100), dilated(TOKENS, TOKENS, 2)
     irregular = from_mask(np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.5)
     for dtype in (torch.float32, torch.bfloat16):
@@ -154,3 +145,28 @@ if __name__ == "__main__":
     both = replace(both, bias=torch.randn(1, 1, TOKENS, TOKENS))
     for dtype in (torch.float32, torch.bfloat16):
         compile_both_passes(dtype, 64, window | streams, terms=both)
+
+
+def compile_for_others() -> None:
+    terms = ScoreTerms(softcap=50.0, alibi_slopes=torch.rand(1, 2))
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_row_copies(dtype)
+        for head_dim in map(int, sys.argv[2:]):
+            compile_both_passes(dtype, head_dim, sliding_window(100, 100), terms=terms)
+
+
+if __name__ == "__main__":
+    target = int(sys.argv[1])
+    triton.runtime.driver.set_active(Driver())
+    bind, num_bound = JITFunction.run, 0
+
+    def bind_and_count(*args: Any, **options: Any) -> Any:
+        global num_bound
+        num_bound += 1
+        return bind(*args, **options)
+
+    JITFunction.run = bind_and_count
+    launch.new_counter = lambda device: torch.zeros(4, dtype=torch.int32)
+    launch._persistent = lambda num_items, device: (num_items,)
+    launch._is_tuned_for = lambda query: target == 90
+    compile_for_hopper() if target == 90 else compile_for_others()

@@ -335,11 +335,20 @@ def test_values_of_another_width_are_declined(sound):
     assert FLASH.why_not(tensor, tensor, value) == reason
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_other_gpus_are_declined(sound, capability):
     sound.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = f"requires compute capability 9.x, got {capability[0]}.{capability[1]}"
+    reason = f"requires compute capability 9.x to 11.x, got {capability[0]}.{capability[1]}"
     assert FLASH.why_not(*[tensor_like()] * 3) == reason
+
+
+def test_gpus_after_hopper_have_smaller_heads(sound):
+    sound.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert FLASH.why_not(*[tensor_like()] * 3) is None
+    large = tensor_like(shape=(1, 4, 100, 192))
+    assert FLASH.why_not(large, large, large) == (
+        "requires a head_dim up to 128 on this GPU, got 192"
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,17 @@ from cqs.patterns import dilated, from_mask, sliding_window
 from cqs.problem.score_terms import ScoreTerms
 from cqs.worker import HeldTokens, Worker
 
+pytest.importorskip("triton")
+
+from cqs.worker.triton.hopper_pairs import TERMS
+
 EVERY_DEVICE = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 
 def define(problem, terms, query, key, value, mask):
-    """Output and LSE from the definition; 0 and -inf for rows without a live pair."""
+    """Output and LSE from the definition; 0 and -inf or the sink for rows without a live pair."""
     group_size = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
     scores = problem.scale * query @ key.mT
@@ -37,6 +41,10 @@ def define(problem, terms, query, key, value, mask):
     if terms.bias is not None:
         scores = scores + terms.bias.to(scores.dtype)
     scores = scores.masked_fill(~mask, -torch.inf)
+    if problem.sinks is not None:
+        sinks = problem.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+        value = torch.nn.functional.pad(value, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
     is_blind = (lse == -torch.inf).unsqueeze(-1)
     return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0) @ value, lse
@@ -86,6 +94,14 @@ def draw_terms(generator, problem, *, has_bias=True):
     )
 
 
+def draw_sinks(generator, problem):
+    """Sinks below, among and above the scores, in any dtype, every second one in memory."""
+    sinks = 3 * torch.randn(2 * problem.query.shape[1], device=problem.query.device)
+    sinks[torch.rand(len(sinks)) < 0.2] = -torch.inf
+    sinks = sinks.to(generator.choice([torch.float64, torch.float32, torch.bfloat16]))
+    return generator.choice([None, sinks[::2]])
+
+
 def mask_of(problem):
     mask = visible_mask(problem)
     lengths = problem.query.shape[2], problem.key.shape[2]
@@ -126,7 +142,7 @@ def dtypes_of(device):
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_terms_are_right(device, seed):
     generator = random.Random(seed)
     dtype = generator.choice(dtypes_of(device))
@@ -134,8 +150,9 @@ def test_random_terms_are_right(device, seed):
     value_dim = generator.choice([16, problem.query.shape[-1]])
     problem = cqs.problem.replace(problem, value=problem.value[..., :value_dim])
     terms = draw_terms(generator, problem, has_bias=device == "cpu" or seed % 3 == 0)
+    problem = cqs.problem.replace(problem, sinks=draw_sinks(generator, problem))
     scores = cqs.Scores(
-        softcap=terms.softcap or None, alibi_slopes=terms.alibi_slopes, bias=terms.bias
+        problem.sinks, terms.softcap or None, alibi_slopes=terms.alibi_slopes, bias=terms.bias
     )
     options = {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
     options |= {"num_tasks": generator.choice([1, 3, 7]), "backend": "triton"}
@@ -220,6 +237,40 @@ def test_terms_and_dropout_are_right(device):
     expected = with_gradients(partial(compute, backend="reference"), tensors, grad_output)
     for got, want in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_the_polynomial_of_a_soft_cap_is_accurate():
+    """In float32, with the powers of a factor in its coefficients as in the Hopper kernel."""
+    x = torch.linspace(0, 0.6, 100_001)
+    for factor in (1e-5, 2e-3, 1e4):
+        products, found = x / factor, torch.zeros_like(x)
+        for power, term in reversed(list(enumerate(TERMS))):
+            coefficient = torch.tensor(term * factor ** (2 * power + 1))
+            found = torch.addcmul(coefficient, found, products.square())
+        error = (found * products).double() - (products.double() * factor).tanh()
+        assert error.abs().max() < 8e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1, 20])
+@pytest.mark.parametrize("softcap", [16.0, 30.0, 50.0, 51.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_soft_caps_of_large_scores_are_right(head_dim, softcap, factor):
+    """Scores beyond the range of the polynomial, and rows of which all scores are close to -cap."""
+    case = Case("capped", 200, 300, 2, 1, head_dim, is_causal=True)
+    problem = case.make(torch.bfloat16, "cuda")
+    query, key = problem.query * factor, problem.key
+    query[:, :, 50:60], key[:, :, :150] = -factor, 1
+    problem = cqs.problem.replace(problem, query=query, key=key)
+    terms = ScoreTerms(softcap=softcap)
+    grad_output = torch.randn_like(query)
+
+    def compute(*tensors):
+        options = {"is_causal": True, "return_lse": True, "backend": "triton", "num_tasks": 3}
+        return cqs.attention(*tensors, scores=cqs.Scores(softcap=softcap), **options)
+
+    found = with_gradients(compute, (query, key, problem.value), grad_output)
+    assert_same((*found, grad_output), problem, terms)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter

@@ -155,8 +155,9 @@ class JointTokens:
 
         # Its backward pass sends the gradients back, which autograd sums over the copies.
         copies = part.movedim(2, 0).expand(self._num_ranks, own, *part.shape[:2], *part.shape[3:])
+        # Of a part of one row, `flatten` returns a view with a stride of 0, which NCCL rejects.
         found = all_to_all_single_autograd(
-            copies.flatten(0, 1), lengths, [own] * self._num_ranks, self._group
+            copies.flatten(0, 1).contiguous(), lengths, [own] * self._num_ranks, self._group
         )
         joint = found.movedim(0, 2)
         return torch.cat((joint, rows) if is_front else (rows, joint), dim=2)

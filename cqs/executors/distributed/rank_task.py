@@ -251,17 +251,15 @@ class ChunkTask:
             query = HeldTokens.packed(query.take([seeing]), (seeing,))
             first = seeing.start - layout.queries.start
             rows = slice(first, first + len(seeing))
-        key, value = self._held_keys(steps)
-        found = self.worker.run_together(steps, query, key, value, into=into)
-        self.home = (found if self.sinks is None else add_sinks(found, self.sinks)), rows
+        held = query, *self._held_keys(steps)
+        self.home = self.worker.run_together(steps, *held, sinks=self.sinks, into=into), rows
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
         query = HeldTokens.packed(self.held[0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        self.worker.run_steps(steps, query, *self._held_keys(steps), into=results)
-        if self.sinks is not None:
-            add_sinks(results, self.sinks)
+        held = query, *self._held_keys(steps)
+        self.worker.run_steps(steps, *held, sinks=self.sinks, into=results)
 
     def compute_gradients(self, *of_queries: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the held tokens, in the dtype of the query.

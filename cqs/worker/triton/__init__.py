@@ -14,6 +14,10 @@ from cqs.worker.backend import TaskBackend
 from cqs.worker.operands import TaskOperands
 
 _HEAD_DIMS = range(16, 513, 8)
+_LARGEST_FLOAT32 = 128
+_SMALL_MEMORY = (8, 6), (8, 9)
+"""Compute capabilities with 99 KiB of shared memory for a program and no TMA: too little for the
+smallest tiles of larger float32 heads."""
 
 
 class _Triton(TaskBackend):
@@ -24,7 +28,8 @@ class _Triton(TaskBackend):
 
     def why_not(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         dtypes = [torch.float32, torch.float16, torch.bfloat16]
-        if query.device.type != "cuda":
+        on_gpu = query.device.type == "cuda"
+        if not on_gpu:
             if not (has_triton() and _is_interpreted()):
                 return f"requires CUDA tensors, got {query.device}"
             dtypes.remove(torch.bfloat16)  # the interpreter multiplies its bits as integers
@@ -39,6 +44,11 @@ class _Triton(TaskBackend):
                     f"requires a {name} that is a multiple of 8 from 16 to 512, "
                     f"got {tensor.shape[-1]}"
                 )
+        largest = max(query.shape[-1], value.shape[-1])
+        if query.dtype == torch.float32 and largest > _LARGEST_FLOAT32 and on_gpu:
+            capability = torch.cuda.get_device_capability(query.device)
+            if capability in _SMALL_MEMORY:
+                return f"requires dims up to {_LARGEST_FLOAT32} in float32 here, got {largest}"
         return None
 
     def attend(self, operands: TaskOperands, **options: Any) -> Partial:

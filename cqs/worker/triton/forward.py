@@ -28,6 +28,7 @@ from cqs.worker.triton.pairs import (
 )
 
 _LN2 = tl.constexpr(0.6931471805599453)
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Triton compiles a kernel anew for each integer argument that is 1 or a multiple of 16. The numbers
@@ -68,6 +69,7 @@ def attend_tiles(
     value_dim,
     bias_strides,
     softcap,
+    sinks,
     drop_below,
     keep_scale,
     GROUP_SIZE: tl.constexpr,
@@ -80,7 +82,8 @@ def attend_tiles(
     """Write the partial output of one query tile of one head.
 
     With ``scores = terms(scale * q @ k.T)``, -inf where a pair is masked out, this is
-    ``output = dropout(softmax(scores)) @ v`` and ``lse = logsumexp(scores, -1)``.
+    ``output = dropout(softmax(scores)) @ v`` and ``lse = logsumexp(scores, -1)``. A sink is
+    one more score of each row, without a value.
 
     Args:
         query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``.
@@ -109,6 +112,7 @@ def attend_tiles(
         value_dim: Number of columns of the values.
         bias_strides: The four strides of ``bias``, 0 for dimensions that broadcast.
         softcap: The soft cap, or None.
+        sinks: Sinks of the heads, ``[num_heads]``, or None.
         drop_below: Pairs with a random number below it, in [0, 2^32), are dropped.
         keep_scale: Factor on the probabilities of the pairs that stay.
         GROUP_SIZE: Number of query heads that share a KV head.
@@ -151,6 +155,10 @@ def attend_tiles(
     steps = query_step, key_step
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
+    if sinks is not None:  # a score of every row, without a value
+        sink = tl.load(sinks + head % num_heads).to(tl.float32)
+        largest = tl.zeros([TILE_Q], tl.float32) + sink * _LOG2E
+        total += 1.0
     acc = tl.zeros([TILE_Q, BLOCK_V], tl.float32)
     # Two loops over the runs: the banded ones pay for the mask, the full ones, which are most of a
     # long sequence, do not.

@@ -30,7 +30,7 @@ from cqs.worker.triton.fields import (
     TILE_RUN_START,
     TILE_RUN_STOP,
 )
-from cqs.worker.triton.hopper_pairs import alibi, tanh, visible
+from cqs.worker.triton.hopper_pairs import alibi, capped_powers, tanh, visible
 from cqs.worker.triton.hopper_queue import (
     ITEM_HEAD,
     ITEM_INDEX,
@@ -90,9 +90,11 @@ def attend_tiles_on_hopper(
     scale_log2,
     value_dim,
     softcap,
+    sinks,
     GROUP_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
+    IS_BOUNDED: gl.constexpr,
 ):
     """Write the partial outputs of the items of a queue, each a query tile of one head.
 
@@ -124,9 +126,11 @@ def attend_tiles_on_hopper(
         scale_log2: Factor on the scores divided by ln 2; positive.
         value_dim: Number of columns of the values.
         softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
+        sinks: Sinks of the heads, ``[num_heads]``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
         STAGES: Number of key and value blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
+        IS_BOUNDED: Whether the soft cap bounds the exponents, so that rows need no maximum.
     """
     # 64 rows for each consumer: the M of a wgmma instruction, of which a warpgroup issues one.
     HALF_Q: gl.constexpr = query.block_shape[3]
@@ -157,7 +161,7 @@ def attend_tiles_on_hopper(
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
-    answer = (output, lse, output_strides, lse_strides, num_heads, value_dim)
+    answer = (output, lse, output_strides, lse_strides, num_heads, value_dim, sinks)
     terms = (scale_log2, softcap, slopes)
     steps = (query_step, key_step)
     # Warps, and registers of a thread, of the partitions after the first. A multiprocessor has
@@ -168,8 +172,8 @@ def attend_tiles_on_hopper(
     # head_dim 128, a consumer's scores and output, 64 x 128 float32, take 64 registers each.
     gl.warp_specialize(
         [
-            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, 0)),
-            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, 1)),
+            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 0)),
+            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 1)),
             (
                 _produce,
                 (queue, memory, work, query, key, value, counter, num_polls, num_heads, GROUP_SIZE),
@@ -237,11 +241,21 @@ def _produce(
 
 
 @gluon.jit
-def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, half: gl.constexpr):
+def _consume(
+    queue,
+    memory,
+    work,
+    answer,
+    terms,
+    steps,
+    HAS_BITS: gl.constexpr,
+    IS_BOUNDED: gl.constexpr,
+    half: gl.constexpr,
+):
     """Write the partial outputs of one half of each query tile's rows."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
-    output, lse, output_strides, lse_strides, num_heads, value_dim = answer
+    output, lse, output_strides, lse_strides, num_heads, value_dim, sinks = answer
     scale_log2, softcap, slopes = terms
     unit = scale_log2  # of the scores in the exponent
     if softcap is not None:
@@ -285,11 +299,17 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_start)
         place = (load_offset(runs, run_start), steps, query_start, start)
-        scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS)
+        scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS, IS_BOUNDED)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
         largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
         total = gl.zeros([HALF_Q], gl.float32, score_rows)
-        p, largest, total, decay = _exponentials(scores, largest, total, unit, True)
+        if sinks is not None:  # a score of every row, without a value
+            sink = gl.load(sinks + item_field(item, ITEM_HEAD) % num_heads).to(gl.float32)
+            largest = gl.zeros([HALF_Q], gl.float32, score_rows) + sink * _LOG2E
+            total += 1.0
+        if IS_BOUNDED:
+            largest = gl.zeros([HALF_Q], gl.float32, score_rows) + _shift_of_cap(softcap)
+        p, largest, total, decay = _exponentials(scores, largest, total, unit, True, IS_BOUNDED)
         p = _as_operand(p, out_layout, v.dtype)
         acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
         i += 1
@@ -303,9 +323,11 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
                 products, adding = _start_block(q_half, memory, i, p, acc)
                 run = (start, stop, band, bits_start)
                 place = (offset, steps, query_start, k0)
-                scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS)
+                scores = _banded_scores(
+                    products, terms, slope, mask_bits, run, place, HAS_BITS, IS_BOUNDED
+                )
                 p, acc, largest, total = _end_block(
-                    memory, i, scores, largest, total, unit, p, adding, out_layout, True
+                    memory, i, scores, largest, total, unit, p, adding, out_layout, True, IS_BOUNDED
                 )
                 i += 1
         end = i + full_blocks
@@ -315,9 +337,19 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
             # Full runs need no field of their records: the producer's order of blocks is enough.
             for j in range(i, end):
                 products, adding = _start_block(q_half, memory, j, p, acc)
-                scores = _cap(products, terms)
+                scores = _cap(products, terms, IS_BOUNDED)
                 p, acc, largest, total = _end_block(
-                    memory, j, scores, largest, total, unit, p, adding, out_layout, False
+                    memory,
+                    j,
+                    scores,
+                    largest,
+                    total,
+                    unit,
+                    p,
+                    adding,
+                    out_layout,
+                    False,
+                    IS_BOUNDED,
                 )
         else:
             for number in range(banded_stop, run_stop):
@@ -328,9 +360,19 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
                 for k0 in range(first, stop, TILE_K):
                     products, adding = _start_block(q_half, memory, i, p, acc)
                     place = (offset, steps, query_start, k0)
-                    scores = _add_alibi(_cap(products, terms), slope, place)
+                    scores = _add_alibi(_cap(products, terms, False), slope, place)
                     p, acc, largest, total = _end_block(
-                        memory, i, scores, largest, total, unit, p, adding, out_layout, False
+                        memory,
+                        i,
+                        scores,
+                        largest,
+                        total,
+                        unit,
+                        p,
+                        adding,
+                        out_layout,
+                        False,
+                        IS_BOUNDED,
                     )
                     i += 1
         i = end
@@ -342,6 +384,8 @@ def _consume(queue, memory, work, answer, terms, steps, HAS_BITS: gl.constexpr, 
         # A row without a live pair has output 0 and LSE -inf: no division by 0, and log2(1) = 0.
         total = gl.convert_layout(total, row_layout)
         largest = gl.convert_layout(largest, row_layout)
+        if IS_BOUNDED:
+            largest = gl.where(total == 0, float("-inf"), largest)
         total = gl.where(total == 0, 1.0, total)
         acc = acc * gl.expand_dims(1.0 / total, 1)
         head = item_field(item, ITEM_HEAD)
@@ -419,6 +463,7 @@ def _end_block(
     adding,
     out_layout: gl.constexpr,
     MAY_BE_EMPTY: gl.constexpr,
+    IS_BOUNDED: gl.constexpr,
 ):
     """Compute the probabilities of block ``i``, and rescale the output of the blocks before.
 
@@ -426,36 +471,69 @@ def _end_block(
         The probabilities, output, maximum and denominator.
     """
     _, _, v, _, _, _, _, _, v_free = memory
-    p_next, largest, total, decay = _exponentials(scores, largest, total, unit, MAY_BE_EMPTY)
+    p_next, largest, total, decay = _exponentials(
+        scores, largest, total, unit, MAY_BE_EMPTY, IS_BOUNDED
+    )
     # `p` too: the product reads its registers until here, so they must not be reused.
     acc, p = warpgroup_mma_wait(0, [adding, p])
     mbarrier.arrive(v_free.index((i - 1) % v.shape[0]), count=1)
-    row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
-    acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
+    if not IS_BOUNDED:
+        row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
+        acc = acc * gl.expand_dims(gl.convert_layout(decay, row_layout), 1)
     return _as_operand(p_next, out_layout, v.dtype), acc, largest, total
 
 
 @gluon.jit
-def _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS: gl.constexpr):
-    """Apply the score terms to a block, and set the scores of pairs that are masked out to -inf."""
+def _banded_scores(
+    products,
+    terms,
+    slope,
+    mask_bits,
+    run,
+    place,
+    HAS_BITS: gl.constexpr,
+    IS_BOUNDED: gl.constexpr,
+):
+    """Apply the score terms to a block, and set the scores of pairs that are masked out to -inf.
+
+    If ``IS_BOUNDED``, scores are probabilities, and those are set to 0.
+    """
     _, softcap, _ = terms
     _, steps, query_start, key_start = place
     layout: gl.constexpr = products.type.layout
     live = visible(layout, mask_bits, run, steps, query_start, key_start, HAS_BITS)
     if softcap is not None:  # NaN of a masked pair would spread
         products = gl.where(live, products, 0.0)
-    scores = _cap(products, terms)
+    scores = _cap(products, terms, IS_BOUNDED)
     if slope is not None:
         scores = _add_alibi(scores, slope, place)
-    return gl.where(live, scores, float("-inf"))
+    masked: gl.constexpr = 0.0 if IS_BOUNDED else float("-inf")
+    return gl.where(live, scores, masked)
 
 
 @gluon.jit
-def _cap(products, terms):
-    """Apply the soft cap, if any, to products; scores are then in units of the cap."""
+def _shift_of_cap(softcap):
+    """Return what to subtract from exponents that a soft cap bounds, in base-2 logarithms.
+
+    They are between ``-top`` and ``top``. The largest becomes 0 or, if the smallest would be less
+    than -120, that becomes -120: float32 and bfloat16 have all their digits there.
+    """
+    top = softcap * _LOG2E
+    return gl.minimum(top, 120 - top)
+
+
+@gluon.jit
+def _cap(products, terms, IS_BOUNDED: gl.constexpr):
+    """Apply the soft cap, if any, to products; scores are then in units of the cap.
+
+    If ``IS_BOUNDED``, return probabilities instead, relative to :func:`_shift_of_cap`.
+    """
     scale_log2, softcap, _ = terms
     scores = products
-    if softcap is not None:
+    if IS_BOUNDED:
+        factor = scale_log2 / (softcap * _LOG2E)
+        scores = capped_powers(products, factor, softcap * _LOG2E, _shift_of_cap(softcap))
+    elif softcap is not None:
         scores = tanh(products, 2 * scale_log2 / softcap)
     return scores
 
@@ -469,15 +547,23 @@ def _add_alibi(scores, slope, place):
 
 
 @gluon.jit
-def _exponentials(scores, largest, total, unit, MAY_BE_EMPTY: gl.constexpr):
-    """Take one step of the online softmax; see ``_exponentials`` in forward.py."""
-    larger = gl.maximum(largest, gl.max(scores, 1) * unit)
-    shift = larger
-    if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
-        shift = gl.where(larger == float("-inf"), 0.0, larger)
-    p = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
-    decay = gl.exp2(largest - shift)
-    return p, larger, total * decay + gl.sum(p, 1), decay
+def _exponentials(
+    scores, largest, total, unit, MAY_BE_EMPTY: gl.constexpr, IS_BOUNDED: gl.constexpr
+):
+    """Take one step of the online softmax; see ``_exponentials`` in forward.py.
+
+    If ``IS_BOUNDED``, ``scores`` are probabilities, ``largest`` stays, and nothing decays.
+    """
+    if IS_BOUNDED:
+        return scores, largest, total + gl.sum(scores, 1), largest
+    else:
+        larger = gl.maximum(largest, gl.max(scores, 1) * unit)
+        shift = larger
+        if MAY_BE_EMPTY:  # -inf - -inf would be NaN; a full run has no such row
+            shift = gl.where(larger == float("-inf"), 0.0, larger)
+        p = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
+        decay = gl.exp2(largest - shift)
+        return p, larger, total * decay + gl.sum(p, 1), decay
 
 
 @gluon.jit

@@ -9,44 +9,100 @@ LARGEST_SOFTCAP = 256
 """Largest soft cap that the kernels support: :func:`tanh` has an absolute error of 8e-7, which is
 then at most 2e-4 in a score, less than the rounding of float16 (5e-4)."""
 _LOG2E = gl.constexpr(1.4426950408889634)
-_TANH = gl.constexpr(
+_LIMIT = gl.constexpr(0.6)
+"""Largest argument of the hyperbolic tangent that :func:`capped_powers` computes by ``TERMS``."""
+TERMS = 0.9999910177, -0.3329897411, 0.1297455359, -0.03961126842
+"""Coefficients of ``tanh(x) / x`` in ``x * x``: an absolute error of tanh of 6.4e-7, least squares
+with weights that level the error between 0 and ``_LIMIT``."""
+_TERM_0, _TERM_1, _TERM_2, _TERM_3 = map(gl.constexpr, TERMS)
+
+
+def _tanh_of_quad(a: int, b: int, c: int, d: int) -> str:
+    """Return PTX that turns ``x`` in four registers into ``1 - 2 / (1 + 2**x)``.
+
+    They share a reciprocal, ``1 / a = bcd / abcd``. The exponents are at most 31, where the result
+    rounds to 1, so that no product overflows.
     """
-{
-.reg .f32 e, a<8>, p<4>, r<4>;
-"""
-    + "".join(
+    powers = "".join(
         f"""
-min.NaN.f32 e, ${8 + i}, 0f41F80000;
-ex2.approx.ftz.f32 e, e;
-add.f32 a{i}, e, 0f3F800000;
+min.NaN.f32 t{i}, t{i}, 0f41F80000;
+ex2.approx.ftz.f32 t{i}, t{i};
+add.f32 t{i}, t{i}, 0f3F800000;
 """
-        for i in range(8)
+        for i in (a, b, c, d)
     )
-    + "".join(
-        f"""
-mul.f32 p0, a{a}, a{b};
-mul.f32 p1, a{c}, a{d};
+    return f"""{powers}
+mul.f32 p0, t{a}, t{b};
+mul.f32 p1, t{c}, t{d};
 mul.f32 r0, p0, p1;
 rcp.approx.ftz.f32 r0, r0;
 mul.f32 r1, r0, p0;
 mul.f32 r0, r0, p1;
-mul.f32 r2, r0, a{b};
-mul.f32 r0, r0, a{a};
-mul.f32 r3, r1, a{d};
-mul.f32 r1, r1, a{c};
-fma.rn.f32 ${a}, r2, 0fC0000000, 0f3F800000;
-fma.rn.f32 ${b}, r0, 0fC0000000, 0f3F800000;
-fma.rn.f32 ${c}, r3, 0fC0000000, 0f3F800000;
-fma.rn.f32 ${d}, r1, 0fC0000000, 0f3F800000;
+mul.f32 r2, r0, t{b};
+mul.f32 r0, r0, t{a};
+mul.f32 r3, r1, t{d};
+mul.f32 r1, r1, t{c};
+fma.rn.f32 t{a}, r2, 0fC0000000, 0f3F800000;
+fma.rn.f32 t{b}, r0, 0fC0000000, 0f3F800000;
+fma.rn.f32 t{c}, r3, 0fC0000000, 0f3F800000;
+fma.rn.f32 t{d}, r1, 0fC0000000, 0f3F800000;
 """
-        for a, b, c, d in ((0, 1, 4, 5), (2, 3, 6, 7))
-    )
+
+
+def _lines(text: str, count: int) -> str:
+    """Return a line of PTX for each of ``count`` elements."""
+    return "".join(text.format(i=i, x=f"${count + i}") + "\n" for i in range(count))
+
+
+# In the accumulator layout elements 0, 1, 4 and 5 of a thread are of one row, and 2, 3, 6 and 7 of
+# another. NaN spreads to the row, which its softmax would do anyway.
+_TANH = gl.constexpr(
+    "{\n.reg .f32 t<8>, p<2>, r<4>;\n"
+    + _lines("mov.f32 t{i}, {x};", 8)
+    + _tanh_of_quad(0, 1, 4, 5)
+    + _tanh_of_quad(2, 3, 6, 7)
+    + _lines("mov.f32 ${i}, t{i};", 8)
     + "}"
 )
-"""``1 - 2 / (1 + 2**x)`` of 8 adjacent elements of a thread. In the accumulator layout elements 0,
-1, 4 and 5 are of one row, and the others of another. Four of a row share a reciprocal:
-``1 / a = bcd / abcd``. The exponents are at most 31, where the result rounds to 1, so that no
-product overflows. NaN spreads to the row, which its softmax would do anyway."""
+"""``1 - 2 / (1 + 2**x)`` of 8 adjacent elements of a thread."""
+
+
+def _make_capped_powers() -> str:
+    """Return the PTX of :func:`capped_powers` for 16 adjacent elements of a thread.
+
+    A branch that all threads of a warp take together skips the special functions of the hyperbolic
+    tangent. They run only if an argument of the 32 x 16 is beyond ``_LIMIT``.
+    """
+    # The operands after the 16 products are the same for all elements: the first of each is read.
+    term_0, term_1, term_2, term_3, unit, shift, limit, stretch = (
+        f"${i}" for i in range(32, 160, 16)
+    )
+    return "\n".join(
+        [
+            "{\n.reg .f32 t<16>, z<16>, m, p<2>, r<4>;\n.reg .pred is_beyond;",
+            _lines("mul.f32 z{i}, {x}, {x};", 16),
+            _lines(f"fma.rn.f32 t{{i}}, z{{i}}, {term_3}, {term_2};", 16),
+            _lines(f"fma.rn.f32 t{{i}}, z{{i}}, t{{i}}, {term_1};", 16),
+            _lines(f"fma.rn.f32 t{{i}}, z{{i}}, t{{i}}, {term_0};", 16),
+            _lines(f"fma.rn.f32 t{{i}}, {{x}}, t{{i}}, {shift};", 16),
+            _lines("ex2.approx.ftz.f32 t{i}, t{i};", 16),
+            "mov.f32 m, z0;",
+            _lines("max.f32 m, m, z{i};", 16),
+            f"setp.gt.f32 is_beyond, m, {limit};",
+            "vote.sync.any.pred is_beyond, is_beyond, 0xFFFFFFFF;",
+            "@!is_beyond bra.uni DONE;",
+            _lines(f"mul.f32 t{{i}}, {{x}}, {stretch};", 16),
+            *(_tanh_of_quad(i, i + 1, i + 4, i + 5) for i in (0, 2, 8, 10)),
+            _lines(f"fma.rn.f32 t{{i}}, t{{i}}, {unit}, {shift};", 16),
+            _lines("ex2.approx.ftz.f32 t{i}, t{i};", 16),
+            "DONE:",
+            _lines("mov.f32 ${i}, t{i};", 16) + "}",
+        ]
+    )
+
+
+_CAPPED_POWERS = gl.constexpr(_make_capped_powers())
+_CAPPED_POWERS_OPERANDS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 9 * 16))
 
 
 @gluon.jit
@@ -138,6 +194,44 @@ def tanh(products, factor):
         dtype=gl.float32,
         is_pure=True,
         pack=8,
+    )
+
+
+@gluon.jit
+def capped_powers(products, factor, unit, shift):
+    """Return ``2 ** (unit * tanh(products * factor) - shift)``.
+
+    The hyperbolic tangent is a polynomial on the FP32 pipes, whose fused multiply-adds also apply
+    ``unit`` and ``shift``. The special function units, which the softmax alone keeps busy at
+    head_dim 64, compute one power a pair, and the other functions only where an argument is large.
+
+    Args:
+        products: float32 in the tensor cores' accumulator layout. NaN of a pair that is masked out
+            must have been replaced before.
+        factor: Positive factor on the products; its seventh power must be a float32 number.
+        unit: Factor on the hyperbolic tangents.
+        shift: What is subtracted from the exponents.
+    """
+    zeros = gl.full(products.shape, 0.0, gl.float32, products.type.layout)
+    square = factor * factor
+    slope = unit * factor
+    return gl.inline_asm_elementwise(
+        _CAPPED_POWERS,
+        _CAPPED_POWERS_OPERANDS,
+        [
+            products,
+            zeros + slope * _TERM_0,
+            zeros + slope * square * _TERM_1,
+            zeros + slope * square * square * _TERM_2,
+            zeros + slope * square * square * square * _TERM_3,
+            zeros + unit,
+            zeros - shift,
+            zeros + _LIMIT * _LIMIT / square,
+            zeros + 2 * _LOG2E * factor,
+        ],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=16,
     )
 
 

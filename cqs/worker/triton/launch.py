@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial, merge_rows
+from cqs.problem.scores import add_sinks
 from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands, with_positive_scale
 from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
@@ -48,6 +49,11 @@ _POLLS_PER_BLOCK = 1 / 8
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
 
+_BOUNDING_CAPS = 16.0, 50.0
+"""Soft caps with which the Hopper kernel computes no maxima of rows.
+
+Below, many scores are so close to the cap that a polynomial does not serve them. Beyond, exponents
+would exceed what leaves room for sums and large values in float32."""
 _MIN_ALIBI_SCALE = 2.0**-40
 """Smallest factor on the scores with which the Hopper kernels compute ALiBi."""
 
@@ -56,6 +62,7 @@ def attend_block_rows(
     operands: TaskOperands,
     *,
     is_united: bool = False,
+    sinks: Tensor | None = None,
     dtype: torch.dtype | None = None,
     into: Partial | None = None,
 ) -> Partial:
@@ -65,12 +72,13 @@ def attend_block_rows(
         operands: Tensors and options; float16, bfloat16 or float32.
         is_united: Whether to return one partial output for each row of the query, over its live
             pairs in all block rows. Otherwise every block row has its own, one after another.
+        sinks: ``[num_heads]``: one more score of each row of the result, without a value, or None.
         dtype: Dtype of the output; ``None`` means that of the query.
         into: Tensors with a last stride of 1 to write to; ``None`` means new ones.
 
     Returns:
         Output ``[batch, num_heads, rows, value_dim]`` and float32 LSE ``[batch, num_heads, rows]``;
-        ``into`` if that is given. Rows without a live pair have output 0 and LSE -inf.
+        ``into`` if that is given. Rows without a live pair have output 0, and LSE -inf or the sink.
     """
     query, scale = with_positive_scale(operands.query, operands.scale)
     if query is not operands.query:
@@ -86,10 +94,12 @@ def attend_block_rows(
         output = query.new_empty((batch, num_heads, num_rows, value_dim), dtype=dtype)
         return Partial(output, output.new_empty(output.shape[:3], dtype=torch.float32))
 
-    def launch(lists: _Lists, answer: Partial) -> Partial:
+    def launch(lists: _Lists, answer: Partial, sinks: Tensor | None = None) -> Partial:
         output, lse = answer
         if lists.num_rows < num_rows:  # rows without a live pair have no tile
             output.zero_(), lse.fill_(-torch.inf)
+            if sinks is not None:
+                lse.copy_(sinks.unsqueeze(-1))
         numbers = (
             *((lists.num_polls, num_heads) if tiles.on_hopper else (num_heads, query.shape[2])),
             output.stride()[:3],
@@ -98,17 +108,17 @@ def attend_block_rows(
             scale / math.log(2),
             value_dim,
         )
-        _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers)
+        _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers, sinks=sinks)
         return answer
 
     all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
-        return launch(all_lists[0], answer)
+        return launch(all_lists[0], answer, None if sinks is None else sinks.detach().contiguous())
     # Launches of different steps have disjoint pairs of the same rows.
     parts = [(launch(lists, new(torch.float32)), slice(None)) for lists in all_lists]
     merge_rows(answer, parts)
-    return answer
+    return answer if sinks is None else add_sinks(answer, sinks)
 
 
 def gradients_of_block_rows(
@@ -212,6 +222,21 @@ _PLAIN_TILES = {
     (True, True, 512): (16, 16, 8, 1),
 }
 """Rows of a tile, columns of a block, warps and stages of the plain kernels."""
+_SMALL_TILES = _PLAIN_TILES | {
+    (False, False, 128): (64, 64, 4, 2),
+    (False, False, 256): (64, 32, 4, 1),
+    (False, False, 512): (32, 32, 4, 1),
+    (False, True, 128): (32, 32, 4, 1),
+    (False, True, 256): (32, 32, 4, 1),
+    (False, True, 512): (16, 16, 4, 1),
+    (True, False, 128): (64, 32, 4, 2),
+    (True, False, 256): (32, 32, 4, 1),
+    (True, False, 512): (16, 32, 4, 1),
+    (True, True, 128): (32, 16, 4, 1),
+    (True, True, 256): (16, 16, 4, 1),
+}
+"""The same for GPUs other than Hopper, never timed: they fit the 99 KiB of shared memory that
+compute capability 8.6, 8.9 and 12.x have, and the tensor memory of 10.x."""
 
 
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
@@ -223,9 +248,8 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
         return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
     width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
-    rows, block, num_warps, num_stages = _PLAIN_TILES[
-        is_backward, query.dtype == torch.float32, width
-    ]
+    table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
+    rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
 
 
@@ -259,6 +283,11 @@ def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def _is_tuned_for(query: Tensor) -> bool:
+    """Return whether the tiles were timed on such a device; on a CPU the interpreter runs."""
+    return not query.is_cuda or _properties(query.device).major == 9
+
+
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
     # wgmma takes half precision from shared memory; beyond 128 columns the buffers would not fit.
     return (
@@ -280,6 +309,20 @@ def _hopper_kernels_support(operands: TaskOperands) -> bool:
     # The slopes of ALiBi are divided by the scale.
     is_scaled = terms.terms.alibi_slopes is None or abs(operands.scale) >= _MIN_ALIBI_SCALE
     return is_scaled and terms.terms.softcap <= LARGEST_SOFTCAP
+
+
+def _bounds_exponents(operands: TaskOperands) -> bool:
+    """Return whether the soft cap bounds the exponents, see ``_shift_of_cap``."""
+    if operands.terms is None or operands.query.dtype != torch.bfloat16:
+        return False
+    terms = operands.terms.terms
+    if (
+        terms.alibi_slopes is not None
+        or not _BOUNDING_CAPS[0] <= terms.softcap <= _BOUNDING_CAPS[1]
+    ):
+        return False
+    # The seventh power of this number must be a float32 number.
+    return 1e-5 <= operands.scale / terms.softcap <= 1e4
 
 
 class _Lists(NamedTuple):
@@ -354,6 +397,7 @@ def _launch(
     numbers: tuple[Any, ...],
     *,
     grad_output: Tensor | None = None,
+    sinks: Tensor | None = None,
     tiles_are_keys: bool = False,
     **options: bool,
 ) -> None:
@@ -367,6 +411,7 @@ def _launch(
         tensors: The kernel's arguments between the descriptors and the tiles.
         numbers: The kernel's arguments after the numbers of tiles and items.
         grad_output: Gradient of the output, which has the last descriptor; ``None`` forward.
+        sinks: ``[num_heads]``, contiguous, which only forward kernels take; ``None`` without.
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
@@ -374,7 +419,7 @@ def _launch(
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     softcap = terms.terms.softcap or None if terms else None
     slopes, bias = _term_tensors(operands)
-    of_terms = [each for each in (slopes, bias) if each is not None]
+    of_terms = [each for each in (slopes, bias, sinks) if each is not None]
     all_tensors = *described, *tensors, *of_terms
     if tiles.on_hopper:
         all_tensors = *all_tensors, new_counter(query.device)
@@ -394,6 +439,7 @@ def _launch(
         written, added = others[: len(tensors)], list(others[len(tensors) :])
         of_slopes = None if slopes is None else added.pop(0)
         of_bias = None if bias is None else added.pop(0)
+        of_sinks = None if sinks is None else added.pop(0)
         num_tiles, num_heads = (
             len(lists.tiles),
             math.prod((key if tiles_are_keys else query).shape[:2]),
@@ -405,6 +451,10 @@ def _launch(
             **tiles.options,
             **options,
         }
+        if grad_output is None:
+            constants["sinks"] = of_sinks
+            if tiles.on_hopper:
+                constants["IS_BOUNDED"] = sinks is None and _bounds_exponents(operands)
         if tiles.on_hopper:
             (counter,) = added
             grid = _persistent(num_items, query.device)
