@@ -565,11 +565,11 @@ def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(ray_session, problem, 
     def make_part(rank, num_ranks):
         return [tensor.tensor_split(num_ranks, 2)[rank] for tensor in tensors(problem)]
 
-    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=20) as cluster:
+    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=120) as cluster:
         before, start = cluster.pids, time.monotonic()
         made = cluster.make_sharded(make_part).map(lambda *parts: parts, is_collective=True)
         found = cluster.attention(made, is_causal=True).to_local()
-        assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 15
+        assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 60
     torch.testing.assert_close(found, cqs.attention(*tensors(problem), is_causal=True))
 
 
@@ -590,12 +590,12 @@ def test_other_work_waits_for_no_gpu_that_waits_for_a_failed_rank(ray_session, p
     class LazyCluster(cqs.Cluster):
         actor_class = Lazy
 
-    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=20) as cluster:
+    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=120) as cluster:
         sharded, before = cluster.shard(*tensors(problem)), cluster.pids
         cluster.attention(sharded, is_causal=True)
         start = time.monotonic()
         output = cluster.attention(*tensors(problem), is_causal=True)
-        assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 15
+        assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 60
     torch.testing.assert_close(output, cqs.attention(*tensors(problem), is_causal=True))
 
 
