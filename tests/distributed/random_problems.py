@@ -17,7 +17,12 @@ def kinds_of(num_tasks):
     """List all kinds of plans for a number of tasks, with the best known interest sets."""
 
     def flat(number):
-        return [Quorums(), *(Grid2D(n, number // n) for n in divisors(number))]
+        grids = [
+            Grid2D(n, number // n, is_balanced=is_balanced)
+            for n in divisors(number)
+            for is_balanced in (True, False)
+        ]
+        return [Quorums(), *grids]
 
     two_levels = [
         Hosts(outer, size) for size in divisors(num_tasks) for outer in flat(num_tasks // size)

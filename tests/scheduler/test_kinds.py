@@ -6,7 +6,8 @@ import time
 import pytest
 
 from cqs.patterns import causal, documents, sliding_window
-from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
+from cqs.scheduler import AttentionShape, Grid2D, Hosts, Plan, Quorums, make_plan
+from cqs.scheduler.cost_model import Machine, Workload, predict
 from cqs.scheduler.validate import validate_single_tasks
 
 
@@ -36,6 +37,29 @@ def test_the_last_task_of_causal_rows_gives_rows_to_the_first():
         [(9, 11, 0, 8), (9, 11, 9, 11)],
     ]
     assert [task.live_pairs for task in plan.tasks] == [19, 26, 33]
+
+
+def test_rows_that_are_not_balanced_stay_with_their_task():
+    kind = Grid2D(1, 3, is_balanced=False)
+    plan = make_plan(12, num_tasks=3, is_causal=True, kind=kind)
+    plan.validate()
+    assert [task.live_pairs for task in plan.tasks] == [10, 26, 42]
+    assert max(task.live_pairs for task in plan.tasks) < kind.busiest * 26
+    assert str(kind) == "a grid of 1 query groups x 3 key groups, not balanced"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan != make_plan(12, num_tasks=3, is_causal=True, kind="rows")
+    with pytest.raises(TypeError, match="is_balanced must be a bool, got 1"):
+        Grid2D(1, 3, is_balanced=1)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "kind"),
+    [(1.25e6, Grid2D(1, 4, is_balanced=False)), (1e11, Quorums((0, 1, 2)))],
+)
+def test_slow_links_are_worth_unequal_work(bandwidth, kind):
+    machine = Machine(60e9, 60e9, 0.0, devices_per_node=1, between=bandwidth, latency=1e-6)
+    workload = Workload(1680, AttentionShape(8, 64, num_kv_heads=2, itemsize=4), is_causal=True)
+    assert predict("cqs", workload, 8, machine, plan="any", head_parallel=2).kind == kind
 
 
 def test_a_grid_has_consecutive_queries_and_spread_keys():

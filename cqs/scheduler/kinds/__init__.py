@@ -1,6 +1,7 @@
 """The kinds of plans: which pairs of token groups a task computes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from cqs.scheduler.kinds.documents import Documents
@@ -42,8 +43,8 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
         ValueError: ``kind`` is another string or does not fit the number of tasks.
 
     Example:
-        >>> fit_kind("rows", 12), fit_kind("grid", 12)
-        (Grid2D(query_groups=1, key_groups=12), Grid2D(query_groups=3, key_groups=4))
+        >>> print(fit_kind("rows", 12), "or", fit_kind("grid", 12))
+        a grid of 1 query groups x 12 key groups or a grid of 3 query groups x 4 key groups
     """
     kind = check_kind(kind)
     if kind == "quorums":
@@ -71,7 +72,7 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
 
     Example:
         >>> len(list_kinds("any", 7, 7)), len(list_kinds("any", 6, 1)), len(list_kinds("any", 6, 3))
-        (3, 5, 11)
+        (5, 9, 15)
     """
     if plan not in ("grid", "any"):
         try:
@@ -80,12 +81,17 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
             return []
 
     def flat(number: int) -> list[Quorums | Grid2D]:
-        grids = [Grid2D(n, number // n) for n in range(1, number + 1) if number % n == 0]
+        widths = [n for n in range(1, number + 1) if number % n == 0]
+        grids = [Grid2D(n, number // n) for n in widths]
         return [*grids] if plan == "grid" else [Quorums().fit(number), *grids]
 
     sizes = [n for n in range(2, num_tasks) if num_tasks % n == 0 and n <= per_host]
     of_hosts = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
-    return [*flat(num_tasks), *(of_hosts if plan == "any" else ())]
+    found: list[Kind] = [*flat(num_tasks)]
+    if plan == "any":
+        found += of_hosts
+        found += [replace(each, is_balanced=False) for each in found if isinstance(each, Grid2D)]
+    return found
 
 
 def read_kind(written: dict[str, Any]) -> Kind:
