@@ -38,7 +38,7 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seeded():  # not "seed": a parameter of that name would replace it
     torch.manual_seed(0)
 
 

@@ -72,7 +72,7 @@ def test_plans_that_cannot_fit_are_not_made(monkeypatch):
     """Levelling the work of many tasks takes long; some task holds its share of everything."""
     made = []
     monkeypatch.setattr(
-        "cqs.problem.make_plan",
+        "cqs.problem._cached_plan",
         lambda *lengths, num_tasks, **options: (
             made.append(num_tasks) or cqs.make_plan(*lengths, num_tasks=num_tasks, **options)
         ),
