@@ -20,7 +20,8 @@ from cqs.executors.distributed.transport.transports import ranks_per_host
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import MACHINES, METHODS, SENT, Machine, Workload, predict
+from cqs.scheduler.cost_model import METHODS, Workload, predict
+from cqs.scheduler.machines import MACHINES, SENT, Machine
 
 _HEADS, _HEAD_DIM = 8, 64
 _NUM_HOSTS = 4, 5, 7, 8, 12, 13, 16, 21, 31
@@ -143,14 +144,11 @@ def _measure(
     dist.destroy_process_group()
 
 
-def _machine() -> Machine:
-    """Return the hosts of this process group: measured links, and a share of the cores."""
-    links, share = probe_links(None, torch.device("cpu")), (os.cpu_count() or 1) / _num_ranks()
+def _hosts() -> Machine:
+    """Return the machine that cqs plans for: CPUs with the measured links."""
+    links = probe_links(None, torch.device("cpu"))
     return replace(
         MACHINES["CPU"],
-        rate=_CORE_RATE * share,
-        backward_rate=_CORE_RATE * share,
-        per_row=0.0,
         devices_per_node=ranks_per_host(None),
         between=links.bandwidth,
         latency=links.latency,
@@ -162,7 +160,9 @@ def _predict(method: str, problem: Problem, passes: str) -> dict[str, float]:
     if method not in METHODS:
         return {}
     workload = Workload(problem.query.shape[2], _shape(problem), problem.is_causal)
-    found = predict(method, workload, _num_ranks(), _machine(), passes, plan="any")
+    rate = _CORE_RATE * (os.cpu_count() or 1) / _num_ranks()  # the ranks share the cores
+    machine = replace(_hosts(), rate=rate, backward_rate=rate, per_row=0.0)
+    found = predict(method, workload, _num_ranks(), machine, passes, plan="any")
     return {} if found is None else {"predicted_ms": 1e3 * found.seconds}
 
 
@@ -171,13 +171,7 @@ def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
     num_ranks, per_host, shape = _num_ranks(), ranks_per_host(None), _shape(problem)
     marks = [problem.query.shape[2] * rank // num_ranks for rank in range(num_ranks + 1)]
     lengths = tuple(b - a for a, b in pairwise(marks))
-    links = probe_links(None, problem.query.device)
-    machine = replace(
-        MACHINES["CPU"],
-        devices_per_node=per_host,
-        between=links.bandwidth,
-        latency=links.latency,
-    )
+    machine = _hosts()
     of_hosts = [0] * (num_ranks // per_host)
     for rank in range(num_ranks):
         layout = lay_out(

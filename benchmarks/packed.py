@@ -17,7 +17,7 @@ from cqs.executors.distributed.layout import Layout, lay_out
 from cqs.patterns import Pattern, documents
 from cqs.report.measurement import Measurement, summarize
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import FETCHED
+from cqs.scheduler.machines import FETCHED
 from cqs.worker.work import make_work
 
 _SHAPE = AttentionShape(32, 128, num_kv_heads=8)

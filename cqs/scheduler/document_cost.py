@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler.cost_model import PASSES, Machine, Prediction, Workload, possible_head_parallel
+from cqs.scheduler.cost_model import PASSES, Prediction, Workload, possible_head_parallel
 from cqs.scheduler.kinds import Documents
+from cqs.scheduler.machines import Machine
 from cqs.scheduler.placement import Placement, place_documents
 
 _TOLERANCES = (0.1, 0.3, 1.0)

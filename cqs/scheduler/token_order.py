@@ -15,13 +15,13 @@ from typing import NamedTuple
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import (
     PASSES,
-    Machine,
     Prediction,
     Workload,
     near_shares,
     possible_head_parallel,
 )
 from cqs.scheduler.kinds import Kind, list_kinds
+from cqs.scheduler.machines import Machine
 
 QUERIES, KEYS = 0, 1
 _BUFFER_TURNS, _MOST_PACKETS, _ALIGNMENT = 2, 3, 512

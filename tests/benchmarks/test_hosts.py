@@ -17,10 +17,8 @@ import cqs.distributed
 from benchmarks.__main__ import main
 from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(why_not_hosts() is not None, reason=str(why_not_hosts())),
-]
+REASON = why_not_hosts()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 def in_files(folder, program):

@@ -25,11 +25,12 @@ import cqs.distributed
 from benchmarks.cases import Case
 from cqs.executors.distributed import agreement, layout, prepared, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
-from cqs.executors.distributed.transport import transfer, transports
+from cqs.executors.distributed.transport import messages, transports
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal
-from cqs.scheduler.cost_model import Links, predict
+from cqs.scheduler.cost_model import predict
+from cqs.scheduler.machines import Links
 from cqs.worker import Worker
 
 
@@ -148,8 +149,8 @@ def bits(group, case, cuts, options, device="cpu"):
 def bits_in_rounds(group, problems):
     """Return the number of transfers in rounds, and the problems whose bits are others then."""
     at_once = [bits(group, *problem) for problem in problems]
-    transport = transfer.MessageTransport(group, Links(1.0, 0.0))
-    start, started = transfer._start_rounds, []
+    transport = messages.MessageTransport(group, Links(1.0, 0.0))
+    start, started = messages._start_rounds, []
 
     def start_and_count(*arguments):
         started.append(None)
@@ -158,7 +159,7 @@ def bits_in_rounds(group, problems):
     prepared._prepared.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "transport_of", lambda *_: transport)
-        patch.setattr(transfer, "_start_rounds", start_and_count)
+        patch.setattr(messages, "_start_rounds", start_and_count)
         in_rounds = [bits(group, *problem) for problem in problems]
     prepared._prepared.clear()
     pairs = zip(problems, at_once, in_rounds, strict=True)

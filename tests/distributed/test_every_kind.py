@@ -14,7 +14,7 @@ from random_problems import kinds_of, random_case, random_problems
 
 from benchmarks.cases import Case
 from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
-from cqs.scheduler.cost_model import Links
+from cqs.scheduler.machines import Links
 
 NUM_PROBLEMS = 3000
 BATCH = 100

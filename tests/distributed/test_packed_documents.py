@@ -11,7 +11,8 @@ from benchmarks.cases import Case
 from cqs.executors.distributed.layout import lay_out
 from cqs.patterns import documents, sliding_window
 from cqs.scheduler import AttentionShape, Documents, Plan, make_plan
-from cqs.scheduler.cost_model import FETCHED, MACHINES, possible_head_parallel
+from cqs.scheduler.cost_model import possible_head_parallel
+from cqs.scheduler.machines import FETCHED, MACHINES
 
 NUM_PACKINGS = 500
 BATCH = 25

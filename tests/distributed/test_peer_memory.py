@@ -22,7 +22,7 @@ from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Partial, RunningMerge
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import FETCHED, MACHINES
+from cqs.scheduler.machines import FETCHED, MACHINES
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,9 @@ from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, take_apart
-from cqs.scheduler.cost_model import Links, why_not_head_parallel
+from cqs.scheduler.cost_model import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
+from cqs.scheduler.machines import Links
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
@@ -176,7 +177,7 @@ def attention(
         links: ``(bandwidth, latency)`` of the links between hosts or, on one host, within it, for
             the choice of ``plan`` and ``head_parallel``: bytes per second of a rank and direction,
             and seconds. ``None`` means, on one host, those of rank 0's device in
-            :data:`cqs.scheduler.cost_model.MACHINES`; on several, what rank 0 measures in the first
+            :data:`cqs.scheduler.machines.MACHINES`; on several, what rank 0 measures in the first
             call on the group. Another run may measure other links and choose another plan, which
             rounds differently: pass them for results that are bitwise reproducible.
         max_bytes: Most bytes that a rank holds at once for its exchanges with others, at least 1:

@@ -8,7 +8,8 @@ from cqs.executors.distributed.batches import Batch, CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
-from cqs.scheduler.cost_model import PASSES, Machine, Workload, predict_plan
+from cqs.scheduler.cost_model import PASSES, Workload, predict_plan
+from cqs.scheduler.machines import Machine
 from cqs.scheduler.token_order import (
     QUERIES,
     TokenOrder,

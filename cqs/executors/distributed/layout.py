@@ -13,16 +13,10 @@ from cqs.patterns import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.ranges import contains, moved, overlap
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
-from cqs.scheduler.cost_model import (
-    MACHINES,
-    ChunkRule,
-    Machine,
-    Prediction,
-    Workload,
-    predict,
-)
+from cqs.scheduler.cost_model import Prediction, Workload, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
+from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
 from cqs.scheduler.placement import Ranges, count_rows
 from cqs.scheduler.task import join_ranges
 

@@ -41,7 +41,7 @@ from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import MACHINES, Links, Machine, machine_name
+from cqs.scheduler.machines import MACHINES, Links, Machine, machine_name
 from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
 from cqs.worker.memory import free_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cqs.executors.distributed.agreement import control_group, swap
 from cqs.executors.distributed.transport.transports import hosts_of, ranks_per_host
-from cqs.scheduler.cost_model import Links
+from cqs.scheduler.machines import Links
 from cqs.worker.cuda_graphs import check_not_captured
 
 _STEPS_PER_OCTAVE = 16

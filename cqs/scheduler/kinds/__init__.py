@@ -65,7 +65,8 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
 
     Args:
         plan: ``"quorums"``, ``"rows"``, ``"grid"`` for all grids, ``"any"`` for all kinds without a
-            pattern, ``"documents"``, or a kind, which is listed if it fits the number of tasks.
+            pattern, with grids that are not balanced, ``"documents"``, or a kind, which is listed
+            if it fits the number of tasks.
         num_tasks: Number of tasks.
         per_host: Number of consecutive tasks of a host; ``"any"`` includes plans of hosts with at
             most so many tasks.

@@ -26,7 +26,7 @@ from cqs.executors.distributed.agreement import barrier, control_group, timeout_
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory, check
 from cqs.executors.distributed.transport.transfer import Fill, Packet, Pass, Transport, Wait
 from cqs.ranges import contains, meets
-from cqs.scheduler.cost_model import FETCHED
+from cqs.scheduler.machines import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
 _AT_LEAST = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)

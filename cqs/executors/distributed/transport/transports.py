@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from cqs.executors.distributed.agreement import control_group, swap
-from cqs.executors.distributed.transport.transfer import MessageTransport, Transport
-from cqs.scheduler.cost_model import Links
+from cqs.executors.distributed.transport.messages import MessageTransport
+from cqs.executors.distributed.transport.transfer import Transport
+from cqs.scheduler.machines import Links
 from cqs.worker.cuda_graphs import check_not_captured
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer
-from cqs.scheduler.cost_model import Links
+from cqs.scheduler.machines import Links
 
 _Found = TypeVar("_Found")
 
