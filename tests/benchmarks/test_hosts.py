@@ -43,7 +43,9 @@ def send_to_the_next():
     sent = torch.full((250_000,), rank, dtype=torch.uint8)
     received = torch.empty_like(sent)
     dist.barrier()
-    before, start = link_bytes(INTERFACE), time.perf_counter()
+    before = link_bytes(INTERFACE)
+    dist.barrier()  # no rank sends before all have read their counters
+    start = time.perf_counter()
     works = [dist.isend(sent, (rank + 1) % num_ranks), dist.irecv(received, (rank - 1) % num_ranks)]
     for work in works:
         work.wait()
