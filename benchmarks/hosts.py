@@ -32,6 +32,8 @@ _TIMEOUT = "5s"
 lost."""
 _PORT = 29500
 """Port of the rendezvous, on the first host."""
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+"""TCP's congestion control of this process's host. Reno is the one that every namespace may use."""
 _NAMESPACES = Path("/run/netns")
 _PREFIX = "cqs"
 _NEW_NAMES, _NEW_NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS and CLONE_NEWNET of sched.h
@@ -228,6 +230,7 @@ class Hosts:
         host, local_rank = divmod(rank, self.ranks_per_host)
         _move_to(self._name(host))
         socket.sethostname(f"host{host}")
+        _CONGESTION_CONTROL.write_text("reno")
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(local_rank),

@@ -25,12 +25,11 @@ import cqs.distributed
 from benchmarks.cases import Case
 from cqs.executors.distributed import agreement, layout, prepared, probe
 from cqs.executors.distributed.agreement import make_control_group, swap
-from cqs.executors.distributed.transport import messages, transports
+from cqs.executors.distributed.transport import transports
 from cqs.integrations import masks
 from cqs.nn import gradients
 from cqs.patterns import causal
 from cqs.scheduler.cost_model import predict
-from cqs.scheduler.machines import Links
 from cqs.worker import Worker
 
 
@@ -115,6 +114,8 @@ def count_bytes(group, case, options):
     num_ranks, post, sent = dist.get_world_size(group), dist.batch_isend_irecv, []
 
     def post_and_count(messages):
+        sends = [each.op is dist.isend for each in messages]
+        assert sends == sorted(sends), "gloo is slow unless receives are posted first"
         sent[-1] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
         return post(messages)
 
@@ -144,26 +145,6 @@ def bits(group, case, cuts, options, device="cpu"):
     """Return output and gradients as they are."""
     found, *_ = run(group, case, torch.float32, cuts, options, device)
     return [each.detach().cpu() for each in found]
-
-
-def bits_in_rounds(group, problems):
-    """Return the number of transfers in rounds, and the problems whose bits are others then."""
-    at_once = [bits(group, *problem) for problem in problems]
-    transport = messages.MessageTransport(group, Links(1.0, 0.0))
-    start, started = messages._start_rounds, []
-
-    def start_and_count(*arguments):
-        started.append(None)
-        return start(*arguments)
-
-    prepared._prepared.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "transport_of", lambda *_: transport)
-        patch.setattr(messages, "_start_rounds", start_and_count)
-        in_rounds = [bits(group, *problem) for problem in problems]
-    prepared._prepared.clear()
-    pairs = zip(problems, at_once, in_rounds, strict=True)
-    return len(started), [each for each, *pair in pairs if not all(map(torch.equal, *pair))]
 
 
 def calls_that_deviate(group, case, all_cuts):

@@ -250,7 +250,7 @@ class _Placement:
         has_one_host = per_host == len(shards.seqlens_q)
         if links is None and not has_one_host:
             links = probe_links(group, device)
-        transport = transport_of(group, device, None if has_one_host else links)
+        transport = transport_of(group, device)
         batch, num_heads, *_ = problem.query.shape
         lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
         is_causal, pattern = check_pattern(

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from cqs.executors.distributed.agreement import control_group, swap
 from cqs.executors.distributed.transport.messages import MessageTransport
 from cqs.executors.distributed.transport.transfer import Transport
-from cqs.scheduler.machines import Links
 from cqs.worker.cuda_graphs import check_not_captured
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ _hosts: "WeakKeyDictionary[Any, list[int]]" = WeakKeyDictionary()
 """For each process group, the host number of every rank."""
 
 
-def transport_of(group: Any, device: torch.device, links: Links | None = None) -> Transport:
+def transport_of(group: Any, device: torch.device) -> Transport:
     """Return the transport of a process group; every rank must call this.
 
     GPUs of one host use P2P copies if all pairs support them; all other ranks send messages.
@@ -33,14 +32,13 @@ def transport_of(group: Any, device: torch.device, links: Links | None = None) -
     Args:
         group: The process group; ``None`` means the default group.
         device: Device of this rank's tensors.
-        links: Links between the hosts of the group, the same on all ranks; ``None`` for one host.
 
     Raises:
         RuntimeError: A rank has failed, or the first call on a group is captured in a CUDA graph.
     """
     group = group or dist.group.WORLD
     if device.type != "cuda":
-        return MessageTransport(group, links)
+        return MessageTransport(group)
     if group not in _peers:
         check_not_captured(device)
         _peers[group] = _connect(group, device)
