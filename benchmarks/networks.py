@@ -178,7 +178,7 @@ def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
             lengths,
             lengths,
             rank,
-            AttentionShape(shape.num_heads, shape.head_dim, num_kv_heads=shape.kv_heads),
+            shape,
             head_parallel="auto",
             num_chunks=None,
             is_causal=problem.is_causal,

@@ -25,6 +25,9 @@ PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 _BACKWARD_ROWS = 6
 """Time per query row of a backward kernel relative to a forward kernel."""
 
+_LATENCIES_OF_SHARD = 50
+"""Head chunks are short enough if a link takes so many times its latency to send a shard."""
+
 _FEW_KEYS = 2**19
 """Number of keys up to which the lowest degree was measured to be fastest in a forward pass."""
 
@@ -108,11 +111,13 @@ class Workload:
         is_backward: bool,
         kind: Kind | str = "quorums",
         rule: ChunkRule = FETCHED,
+        machine: Machine | None = None,
     ) -> int:
         """Return the number of head chunks of a device: a divisor of its number of KV heads.
 
         With S chunks, 1/S of the communication is exposed, but each chunk adds launch overhead and
-        a kernel tail. With more than four, kernels become too short.
+        a kernel tail. With more than four, kernels become too short. If devices wait for their
+        links most of the time, there are four.
 
         Args:
             num_devices: Number of devices. One device has no communication to overlap.
@@ -121,6 +126,7 @@ class Workload:
             is_backward: Whether a backward pass is included, with the same number of chunks.
             kind: Kind of the plan of ``num_devices / head_parallel`` tasks.
             rule: Thresholds of the transport.
+            machine: Throughput and links of the devices; ``None`` means fast links.
 
         Example:
             >>> shape = AttentionShape(32, 128, num_kv_heads=4)
@@ -132,6 +138,8 @@ class Workload:
             [2, 2, 2, 4, 4, 2]
         """
         num_tasks = num_devices // head_parallel
+        if most is None and machine is not None and self._wait_for_links(num_devices, machine):
+            most = 4
         if most is None:
             most = 1
             flops = self.flops(is_backward=False) / self.shape.batch / num_devices
@@ -142,6 +150,14 @@ class Workload:
                 most = 4 if flops >= four and not are_long else 2
         kv_heads = self.part(head_parallel).kv_heads
         return max(n for n in range(1, min(max(most, 1), kv_heads) + 1) if kv_heads % n == 0)
+
+    def _wait_for_links(self, num_devices: int, machine: Machine) -> bool:
+        """Return whether a device takes longer to send its shard than to compute, and long."""
+        is_far = num_devices > machine.devices_per_node
+        seconds = machine.exchange(*((0, 1) if is_far else (1, 0))) - machine.latency
+        seconds *= sum(self.shard_bytes(num_devices))
+        compute = self.seconds(machine, is_backward=False) / num_devices
+        return num_devices > 1 and seconds > max(compute, _LATENCIES_OF_SHARD * machine.latency)
 
     @property
     def _keys(self) -> int:
@@ -207,7 +223,12 @@ def predict_plan(
     is_final = kind.is_final
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
-        num_devices, head_parallel, num_chunks, is_backward=is_backward, kind=kind
+        num_devices,
+        head_parallel,
+        num_chunks,
+        is_backward=is_backward,
+        kind=kind,
+        machine=machine,
     )
 
     queries, keys, results = workload.shard_bytes(num_devices, head_parallel)
@@ -220,16 +241,19 @@ def predict_plan(
         of_devices = ([head_parallel * number for number in each] for each in of_tasks)
         needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
 
-    def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], tuple[float, float]]:
+    def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], ...]:
         """Return the bytes of inputs and of results that a device sends or receives at most.
 
-        Both are pairs: the bytes of rows of queries, and the bytes of keys.
+        They are preceded by the inputs that it receives. All are pairs: the bytes of rows of
+        queries, and the bytes of keys.
         """
         there = (needed.queries - 1) * queries, (needed.keys - 1) * keys
-        if not is_backward:
-            return there, ((max(needed.queries, needed.query_results) - 1) * merged, 0.0)
         back = (needed.query_results - 1) * queries, (needed.key_results - 1) * keys
-        return ((needed.queries - 1) * with_gradients, 0.0), max(there, back, key=sum)
+        of_queries, most = max(needed.queries, needed.query_results) - 1, max(there, back, key=sum)
+        if not is_backward:
+            return there, most, (of_queries * merged, 0.0)
+        inputs = of_queries * with_gradients, 0.0
+        return inputs, inputs, most
 
     def packed() -> float:
         """Return the bytes of a send buffer, which has one size on all devices."""
@@ -258,7 +282,9 @@ def predict_plan(
         last = (fetched + own) / chunks + home + returned
         return answer + max(first, last, own + home + returned)
 
-    inputs, outputs = (max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True))
+    received, inputs, outputs = (
+        max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True)
+    )
     send, send_back = (
         machine.exchange(*((a * of_rows + b * of_keys) / chunks for a, b in near))
         for of_rows, of_keys in (inputs, outputs)
@@ -276,7 +302,7 @@ def predict_plan(
     seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
     *tensors, answer = workload.shard_bytes(num_devices)
     peak = max(map(peak_of, needs)) + packed()
-    return Prediction(seconds, sum(inputs) + sum(outputs), peak, head_parallel, kind)
+    return Prediction(seconds, sum(received) + sum(outputs), peak, head_parallel, kind)
 
 
 def predict_ring(
@@ -480,7 +506,7 @@ def near_shares(
         near = [n * head_parallel for n in kind.near(num_tasks, per_node // head_parallel)]
     holders = [number * head_parallel for number in kind.num_groups]
     of_queries, of_keys = (
-        min((number - 1) / (all_ - 1), 1.0) if all_ > 1 else 1.0
+        min((number - 1) / (all_ - 1), 1.0) if all_ > 1 else 0.0
         for number, all_ in zip(near, holders, strict=True)
     )
     return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)

@@ -100,7 +100,9 @@ def _least_exchange(
     seconds, near = 0.0, min(degree, machine.devices_per_node)
     queries, keys, _ = workload.shard_bytes(num_devices, degree)
     for is_backward in PASSES[passes]:
-        chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=Documents())
+        chunks = workload.num_chunks(
+            num_devices, degree, is_backward=is_backward, kind=Documents(), machine=machine
+        )
         for number in (queries + keys, queries):
             each = number / chunks
             seconds += machine.exchange((near - 1) * each, (degree - near) * each)
@@ -127,7 +129,9 @@ def _predict_pass(
     shape, loads = workload.part(degree), placement.live_pairs
     num_tasks = len(loads)
     kind, num_devices = Documents(), degree * num_tasks
-    chunks = workload.num_chunks(num_devices, degree, is_backward=is_backward, kind=kind)
+    chunks = workload.num_chunks(
+        num_devices, degree, is_backward=is_backward, kind=kind, machine=machine
+    )
     row, key = shape.query_bytes(1), shape.key_bytes(1)
     rows, keys = placement.moved
 

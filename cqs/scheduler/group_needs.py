@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from cqs.scheduler.quorum import pair_offsets
 
+_FEW_TASKS = 256
+"""Number of tasks up to which the needs of every task are counted."""
+
 
 class GroupNeeds(NamedTuple):
     """Numbers of token groups that one task reads and returns.
@@ -34,8 +37,9 @@ def group_needs(
     """Return the group counts of all tasks that may differ.
 
     Non-causal tasks are all alike, so one entry is returned. Causal tasks differ in the order of
-    their groups, and one entry is returned for each order sampled. If two tasks share a pair of
-    groups, each reads half of the queries. Takes O(num_tasks log num_tasks): 6 s for 2^18 tasks.
+    their groups, and one entry is returned for each of them or, if there are many, for each order
+    sampled. If two tasks share a pair of groups, each reads half of the queries. Takes
+    O(num_tasks log num_tasks): 6 s for 2^18 tasks.
 
     Args:
         interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
@@ -76,7 +80,8 @@ def group_needs(
 
     distances = [offset for offset in interest_set if offset]
     found = []
-    for index in {(-offset - i) % num_tasks for offset in interest_set for i in (0, 1)}:
+    indices = {(-offset - i) % num_tasks for offset in interest_set for i in (0, 1)}
+    for index in range(num_tasks) if num_tasks <= _FEW_TASKS else indices:
         of_others = [needs(index, each) for each in distances]
         by_others = [needs((index - each) % num_tasks, each) for each in distances]
         queries, keys, query_results, key_results = (

@@ -244,7 +244,7 @@ def lay_out(
         seqlens_q: Number of queries in every rank's shard.
         seqlens_kv: Number of keys in every rank's shard.
         rank: The rank to lay out.
-        shape: Numbers of heads and head_dim.
+        shape: Numbers of heads, head dimensions and element size.
         head_parallel: Head-parallel degree, see
             :func:`cqs.scheduler.cost_model.why_not_head_parallel`; ``"auto"`` chooses it.
         num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
@@ -290,7 +290,13 @@ def lay_out(
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         of_keys = of_queries
     number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
-        num_ranks, head_parallel, num_chunks, is_backward=with_gradients, kind=kind, rule=chunk_rule
+        num_ranks,
+        head_parallel,
+        num_chunks,
+        is_backward=with_gradients,
+        kind=kind,
+        rule=chunk_rule,
+        machine=machine,
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]

@@ -40,7 +40,6 @@ from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
-from cqs.scheduler import AttentionShape
 from cqs.scheduler.machines import MACHINES, Links, Machine, machine_name
 from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
@@ -313,9 +312,7 @@ class _Placement:
             seqlens_q,
             seqlens_kv,
             rank,
-            AttentionShape(
-                part.query.shape[1], part.query.shape[3], num_kv_heads=part.key.shape[1]
-            ),
+            replace(part.shape, batch=1, has_dropout=False),
             head_parallel=values["head_parallel"],
             num_chunks=values["num_chunks"],
             is_causal=part.is_causal,

@@ -20,8 +20,8 @@ _NUM_ROUND_TRIPS = 5
 _FIRST_BYTES, _MOST_BYTES = 2**16, 2**23
 """Size of the message that estimates the bandwidth, and the largest that measures it."""
 _SECONDS = 0.2
-"""Duration of the message that measures the bandwidth, by the estimate. Links with a limited rate
-let the first bytes pass faster."""
+"""Duration of the message that measures the bandwidth, by the estimate. Its second half counts:
+links with a limited rate let the first bytes pass faster."""
 _measured: "WeakKeyDictionary[Any, Links]" = WeakKeyDictionary()
 
 
@@ -88,7 +88,8 @@ def _measure(group: Any, device: torch.device, other: int, sharing: int) -> Link
     else:
         dist.recv(size, group=group, group_src=other)
     num_bytes = int(size.item())
-    bandwidth = num_bytes / max(seconds(num_bytes) / 2 - latency, 1e-9)
+    whole, half = seconds(num_bytes) / 2, seconds(num_bytes // 2) / 2
+    bandwidth = (num_bytes - num_bytes // 2) / max(whole - half, whole / 4, 1e-9)
     return Links(bandwidth / sharing, max(latency, 1e-9))
 
 
