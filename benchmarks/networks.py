@@ -26,7 +26,7 @@ from cqs.scheduler.machines import MACHINES, SENT, Machine
 _HEADS, _HEAD_DIM = 8, 64
 _NUM_HOSTS = 4, 5, 7, 8, 12, 13, 16, 21, 31
 _METHODS = "cqs,ring,all-gather,ulysses,ulysses in two,grid"
-_TOKENS = 1680
+_TOKENS = 840
 """Number of tokens as default, rounded so that rings have equal chunks."""
 _MANY_HOSTS = 20
 """Number of hosts from which the slower default rate is taken."""
@@ -70,7 +70,7 @@ def run(
     that the cost model predicts from the measured links.
 
     Args:
-        tokens: Sequence length; ``None`` means about 1,680.
+        tokens: Sequence length; ``None`` means about 840.
         hosts: Numbers of hosts.
         ranks_per_host: Number of ranks of every host.
         mbit: Megabits per second of a link; ``None`` means 10, or 4 for more than 20 hosts.

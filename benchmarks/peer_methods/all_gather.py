@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
+from benchmarks.peer_methods.collectives import reduce_scatter
 from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Names of PyTorch 2.13, or of earlier versions."""
 
 
@@ -53,7 +53,7 @@ class AllGather(Chunked):
                 target.copy_(part)
             found.append((rest, of_rest))
         sums = packed.new_empty((num_rows, *packed.shape[1:]))
-        transfer = _reduce_scatter(sums, packed, group=self.group, async_op=True)
+        transfer = reduce_scatter(sums, packed, self.group)
         of_first = self.differentiate(first, saved, grad_output, key, value)
         grad_query = of_first.query  # of all rows
         for call, gradients in found:

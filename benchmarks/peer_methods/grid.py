@@ -4,10 +4,10 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_methods.chunked import Chunked, wait_for
+from benchmarks.peer_methods.collectives import exchange
 from benchmarks.peer_methods.kernel_calls import KernelCall, make_kernel_call
 from benchmarks.peer_methods.views import heads_first, rows_first
 from cqs.partial import Partial, lse_dtype, merge_rows
@@ -98,15 +98,8 @@ class Grid(Chunked):
         for distance in range(1, len(line)):
             to, source = ((own + each) % len(line) for each in (distance, -distance))
             received[source] = torch.empty_like(pieces[source])
-            sides = (dist.isend, pieces[to], to), (dist.irecv, received[source], source)
-            wait_for(
-                dist.batch_isend_irecv(
-                    [
-                        dist.P2POp(operation, tensor, group=self.group, group_peer=line[place])
-                        for operation, tensor, place in sides
-                    ]
-                )
-            )
+            sends, receipts = [(line[to], pieces[to])], [(line[source], received[source])]
+            wait_for(exchange(sends, receipts, self.group))
         return received
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_methods.chunked import Chunked, merge_parts, wait_for
+from benchmarks.peer_methods.collectives import exchange
 from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
 from cqs.partial import Gradients
@@ -80,8 +81,5 @@ class Ring(Chunked):
     def _pass_on(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
         """Send tensors to the next rank, and receive into others from the previous one."""
         following, previous = (self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks
-        sends = [dist.P2POp(dist.isend, t, group=self.group, group_peer=following) for t in sent]
-        receipts = [
-            dist.P2POp(dist.irecv, t, group=self.group, group_peer=previous) for t in received
-        ]
-        return dist.batch_isend_irecv(sends + receipts) if sends else []
+        sends, receipts = [(following, t) for t in sent], [(previous, t) for t in received]
+        return exchange(sends, receipts, self.group)

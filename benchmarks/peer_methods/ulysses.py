@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
+from benchmarks.peer_methods.collectives import Messages, all_to_all
 from benchmarks.peer_methods.kernel_calls import join_chunks
 from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.views import heads_first, rows_first_view
@@ -20,7 +21,7 @@ from cqs.problem import Problem
 class _AllToAll(NamedTuple):
     """An all-to-all in progress, with the buffers that it uses."""
 
-    work: dist.Work
+    work: dist.Work | Messages
     packed: Tensor
     received: Tensor
     heads: list[int]
@@ -101,7 +102,7 @@ class Ulysses(Method):
         for target, piece in zip(packed.split(heads, dim=3), pieces, strict=True):
             target.copy_(piece)
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, packed, group=self.group, async_op=True)
+        work = all_to_all(received, packed, self.group)
         return _AllToAll(work, packed, received, heads)
 
     def _receive(self, outgoing: Sequence[_AllToAll]) -> list[Tensor]:
