@@ -110,10 +110,36 @@ def test_plans_of_many_workers_show_their_first_tasks(capsys):
     title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
     assert "10000 tasks" in title and header.split()[0] == "task"
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
-    assert len(rows) > 10 and str(10_000 - len(rows)) in more
-    assert main(["plan", "--tasks", "31"]) == 0
-    *_, last, ratio = capsys.readouterr().out.splitlines()
+    assert len(rows) == 16 and str(10_000 - len(rows)) in more
+    assert main("plan --seqlen 31K --tasks 31 --rows 40".split()) == 0
+    *_, last, ratio, tokens = capsys.readouterr().out.splitlines()
     assert last.split()[0] == "30" and float(ratio.split()[-1]) == pytest.approx(31, rel=0.01)
+    assert tokens.startswith("tokens of a task: longest 6,144, shortest 6,144,")
+
+
+def test_plans_are_summarised_by_the_tokens_of_their_tasks(capsys):
+    assert main("plan --seqlen 7000 --tasks 7 --causal --rows 2".split()) == 0
+    *_, more, _, tokens, first, second = capsys.readouterr().out.splitlines()
+    assert more == "... and 5 tasks more"
+    assert tokens == (
+        "tokens of a task: longest 3,000, shortest 2,000, mean 2,714.3, standard deviation 451.8"
+    )
+    assert first.split()[:4] == ["2,000", "..", "2,100", "2"]
+    assert second.split()[:4] == ["2,909", "..", "3,000", "5"]
+    assert main(["plan", "--rows", "0"]) == 2
+    assert "--rows must be at least 1" in capsys.readouterr().err
+
+
+def test_stored_interest_sets_are_listed_and_chosen(capsys):
+    assert main("plan --interest-sets 9 --seqlen 1000 --causal".split()) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["interest", "set", "longest"] and len(rows) == 16
+    assert main("plan --tasks 9 --interest-sets --seqlen 1000 --causal".split()) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == rows
+    least = min(rows, key=lambda row: float(row.split()[-2].replace(",", "")))
+    assert main("plan --tasks 9 --seqlen 1000 --causal --interest-set traffic".split()) == 0
+    chosen = ", ".join(least.split()[:4])
+    assert f"interest set ({chosen})" in capsys.readouterr().out
 
 
 def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):

@@ -1,19 +1,38 @@
 """Show the tasks of a plan as a table, JSON or a picture."""
 
 import argparse
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from statistics import mean, pstdev
+from typing import Any
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.report.table import mebibytes, percent, tabulate
 from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
+from cqs.scheduler.interest_set_costs import (
+    InterestSetCosts,
+    choose_interest_set,
+    compare_interest_sets,
+)
 
 _MAX_TABULATED = 2**20
 """Most pairs of token groups in the table, W per task; they take about 2 s."""
 _MAX_DRAWN = 1024
 """Most tasks in a picture, which has one shape per pair of token groups."""
+
+
+_MOST_BINS, _MOST_MARKS = 10, 40
+"""Most lines of a histogram, and characters of a bar."""
+_SET_COLUMNS: dict[str, Callable[[InterestSetCosts], object]] = {
+    "interest set": lambda costs: " ".join(map(str, costs.interest_set)),
+    "longest": lambda costs: f"{costs.longest:,}",
+    "mean tokens": lambda costs: f"{costs.mean:,.1f}",
+    "KiB in and out": lambda costs: f"{costs.traffic / 1024:,.1f}",
+    "peak KiB": lambda costs: f"{costs.memory / 1024:,.1f}",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
     add("--is-causal", "--causal", action="store_true")
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
-    add("--interest-set", type=parse_integers, metavar="A,B,...", help="default: the best known")
+    add(
+        "--interest-set", type=_parse_interest_set, metavar="A,B,...",
+        help="the elements, or traffic or memory for the stored set with the least of it; default: "
+        "the best known",
+    )  # fmt: skip
+    add(
+        "--interest-sets", nargs="?", type=parse_integer, const=0, metavar="W",
+        help="list the stored interest sets with their costs instead; W: see --tasks",
+    )  # fmt: skip
     kinds = "quorums", "rows", "grid", "documents"
     add("--kind", choices=kinds, default="quorums", help="default: quorums")
     add("--num-heads", type=int, default=8, help="for the predicted costs")
@@ -35,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the plan as one object: the numbers that define it, or also the tasks that "
         "they imply; default: numbers",
     )  # fmt: skip
+    add("--rows", type=parse_integer, default=16, help="most tasks in the table; default: 16")
     add("--picture", metavar="FILE", help="draw the score matrix by owner")
+
+
+def _parse_interest_set(text: str) -> str | list[int]:
+    return text if text in ("traffic", "memory") else parse_integers(text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,25 +77,31 @@ def run(options: argparse.Namespace) -> None:
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
-    plan = make_plan(
-        options.seqlen_q,
-        options.seqlen_kv,
-        num_tasks=options.num_tasks,
-        is_causal=options.is_causal,
-        kind=Quorums(tuple(options.interest_set)) if options.interest_set else options.kind,
-        pattern=None if options.pattern is None else parse_pattern(options.pattern),
-    )
+    problem: dict[str, Any] = {
+        "seqlen_q": options.seqlen_q,
+        "seqlen_kv": options.seqlen_kv,
+        "num_tasks": options.interest_sets or options.num_tasks,
+        "is_causal": options.is_causal,
+        "pattern": None if options.pattern is None else parse_pattern(options.pattern),
+    }
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
+    if options.interest_sets is not None:
+        print(tabulate(compare_interest_sets(**problem, shape=shape), _SET_COLUMNS))
+        return
+    chosen = options.interest_set
+    if isinstance(chosen, str):
+        chosen = choose_interest_set(**problem, shape=shape, by=chosen)
+    plan = make_plan(**problem, kind=Quorums(tuple(chosen)) if chosen else options.kind)
     if options.json:
         print(plan.to_json(list_tasks=options.json == "tasks"))
     else:
-        _print_tasks(plan, shape)
+        _print_tasks(plan, shape, as_integer("--rows", options.rows, 1))
     if options.picture:
         save_owners(plan, options.picture)
 
 
-def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
-    """Print the plan, its first tasks with their predicted costs, and what is not tabulated."""
+def _print_tasks(plan: Plan, shape: AttentionShape, most_rows: int) -> None:
+    """Print the plan, its first tasks with their predicted costs, and how much all tasks hold."""
     cost = cache(partial(plan.predict_cost, shape=shape))
     columns: dict[str, Callable[[Task], object]] = {
         **task_columns(plan),
@@ -72,13 +110,31 @@ def _print_tasks(plan: Plan, shape: AttentionShape) -> None:
         "MiB out": lambda task: mebibytes(cost(task.index).bytes_out),
         "peak MiB": lambda task: mebibytes(cost(task.index).peak_bytes),
     }
-    num_rows = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
+    num_seen = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
+    num_rows = min(num_seen, most_rows)
     print(plan)
     print(tabulate(map(plan.task, range(num_rows)), columns))
-    if num_rows == plan.num_tasks:
-        print(f"responsibility ratio {plan.responsibility_ratio:.4g}")
-    else:
+    if num_rows < plan.num_tasks:
         print(f"... and {plan.num_tasks - num_rows} tasks more")
+    if num_seen == plan.num_tasks:
+        print(f"responsibility ratio {plan.responsibility_ratio:.4g}")
+        print(_summarize_tokens([task.held_tokens for task in plan.tasks]))
+
+
+def _summarize_tokens(lengths: Sequence[int]) -> str:
+    """Describe the numbers of tokens that tasks hold, the lengths of their subsequences."""
+    low, high = min(lengths), max(lengths)
+    lines = [
+        f"tokens of a task: longest {high:,}, shortest {low:,}, mean {mean(lengths):,.1f}, "
+        f"standard deviation {pstdev(lengths):,.1f}"
+    ]
+    width = -(-(high - low + 1) // _MOST_BINS)
+    counts = Counter((length - low) // width for length in lengths)
+    for i in sorted(counts) if high > low else []:
+        first, last = low + i * width, min(low + (i + 1) * width - 1, high)
+        bar = "#" * round(_MOST_MARKS * counts[i] / max(counts.values()))
+        lines.append(f"{first:>12,} .. {last:<12,} {counts[i]:>6,} {bar}".rstrip())
+    return "\n".join(lines)
 
 
 def task_columns(plan: Plan) -> dict[str, Callable[[Task], object]]:

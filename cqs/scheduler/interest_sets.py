@@ -82,24 +82,10 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
     return elements
 
 
-@cache
 def load_interest_set(num_tasks: int) -> tuple[int, ...]:
     """Return the best known interest set for ``num_tasks``, after checking it.
 
-    It is the stored set, if there is one, and else a constructed set of at most ``sqrt(1.5 *
-    num_tasks) + 6`` elements. Stored are sets for every number from 3 to 300, up to 111 optimal or
-    the best published, and the perfect difference sets of projective planes for larger numbers
-    ``q*q + q + 1`` with a prime power q.
-
-    Args:
-        num_tasks: Number of tasks and of token groups, from 1 to 262,144.
-
-    Returns:
-        A sorted difference cover of the integers modulo ``num_tasks`` that contains 0.
-
-    Raises:
-        TypeError: ``num_tasks`` is not an integer.
-        ValueError: ``num_tasks`` is out of range, or a stored file is damaged.
+    It is the first of :func:`load_interest_sets`.
 
     Example:
         >>> load_interest_set(7), load_interest_set(1)
@@ -107,14 +93,60 @@ def load_interest_set(num_tasks: int) -> tuple[int, ...]:
         >>> len(load_interest_set(1000))
         40
     """
+    return load_interest_sets(num_tasks)[0]
+
+
+@cache
+def load_interest_sets(num_tasks: int) -> tuple[tuple[int, ...], ...]:
+    """Return all interest sets that are stored for ``num_tasks``, after checking them.
+
+    For every number up to 111 they are optimal or the best published, and for 49 of these numbers
+    there are several, which are equally large. For every number up to 300, and for larger numbers
+    ``q*q + q + 1`` with a prime power q (the perfect difference sets of projective planes), one is
+    stored at least. For others one is constructed, of at most ``sqrt(1.5 * num_tasks) + 6``
+    elements.
+
+    Args:
+        num_tasks: Number of tasks and of token groups, from 1 to 262,144.
+
+    Returns:
+        Sorted difference covers of the integers modulo ``num_tasks`` that contain 0.
+
+    Raises:
+        TypeError: ``num_tasks`` is not an integer.
+        ValueError: ``num_tasks`` is out of range, or a stored file is damaged.
+
+    Example:
+        >>> load_interest_sets(4)
+        ((0, 1, 2), (0, 1, 3))
+    """
     num_tasks = as_integer("num_tasks", num_tasks, 1, MAX_NUM_TASKS)
     for folder in _FOLDERS:
         if (path := folder / f"{num_tasks}.txt").is_file():
+            return tuple(read_interest_sets(path, num_tasks))
+    return (check_interest_set(ruler_cover(num_tasks), num_tasks),)
+
+
+def read_interest_sets(path: Path, num_tasks: int) -> list[tuple[int, ...]]:
+    """Return the interest sets of a file with one on each line, as the published collection has.
+
+    Args:
+        path: The file. Elements are separated by spaces or commas; empty lines are skipped.
+        num_tasks: Number of tasks and of token groups.
+
+    Raises:
+        ValueError: A line is no difference cover, or there is none; the message gives its number.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if words := line.replace(",", " ").split():
             try:
-                return check_interest_set(map(int, path.read_text().split()), num_tasks)
+                found.append(check_interest_set(map(int, words), num_tasks))
             except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-    return check_interest_set(ruler_cover(num_tasks), num_tasks)
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not found:
+        raise ValueError(f"{path} has no interest set")
+    return found
 
 
 def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:

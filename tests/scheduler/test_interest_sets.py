@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks.cover_search import least_size
-from cqs.scheduler import check_interest_set, interest_sets, load_interest_set
-from cqs.scheduler.interest_sets import ruler_cover
+from cqs.scheduler import (
+    AttentionShape,
+    Quorums,
+    check_interest_set,
+    interest_sets,
+    load_interest_set,
+    make_plan,
+)
+from cqs.scheduler.interest_set_costs import choose_interest_set, compare_interest_sets
+from cqs.scheduler.interest_sets import load_interest_sets, read_interest_sets, ruler_cover
 from cqs.scheduler.quorum import pair_offsets
 
 FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
@@ -17,7 +25,8 @@ STORED = sorted(int(path.stem) for path in FOLDER.glob("*.txt"))
 
 
 def read_stored(num_tasks):
-    return tuple(map(int, (FOLDER / f"{num_tasks}.txt").read_text().split()))
+    lines = (FOLDER / f"{num_tasks}.txt").read_text().splitlines()
+    return [tuple(map(int, line.split())) for line in lines]
 
 
 def covers(elements, modulus):
@@ -32,10 +41,10 @@ def stored_as(tmp_path, monkeypatch):
     def store(text):
         (tmp_path / "7.txt").write_text(text)
         monkeypatch.setattr(interest_sets, "_FOLDERS", (tmp_path,))
-        load_interest_set.cache_clear()
+        load_interest_sets.cache_clear()
 
     yield store
-    load_interest_set.cache_clear()
+    load_interest_sets.cache_clear()
 
 
 def test_every_number_from_3_to_111_has_a_stored_set():
@@ -43,12 +52,20 @@ def test_every_number_from_3_to_111_has_a_stored_set():
 
 
 @pytest.mark.parametrize("num_tasks", STORED)
-def test_stored_set_is_a_sorted_cover_with_zero_and_is_loaded_as_it_stands(num_tasks):
-    stored = read_stored(num_tasks)
-    assert list(stored) == sorted(set(stored))
-    assert stored[0] == 0 and stored[-1] < num_tasks
-    assert covers(stored, num_tasks)
-    assert load_interest_set(num_tasks) == stored
+def test_stored_sets_are_sorted_covers_with_zero_and_are_loaded_as_they_stand(num_tasks):
+    all_stored = read_stored(num_tasks)
+    for stored in all_stored:
+        assert list(stored) == sorted(set(stored))
+        assert stored[0] == 0 and stored[-1] < num_tasks
+        assert covers(stored, num_tasks)
+    assert len({*all_stored}) == len(all_stored) and len({*map(len, all_stored)}) == 1
+    assert load_interest_sets(num_tasks) == tuple(all_stored)
+    assert load_interest_set(num_tasks) == all_stored[0]
+
+
+def test_all_published_sets_are_stored():
+    numbers = [len(read_stored(num_tasks)) for num_tasks in range(3, 112)]
+    assert sum(numbers) == 859 and max(numbers) == 20 and sum(n > 1 for n in numbers) == 49
 
 
 @pytest.mark.parametrize("num_tasks", range(3, 25))
@@ -81,12 +98,12 @@ def test_fewer_than_one_task_are_rejected(num_tasks):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0 1 2", r"7\.txt: .*no two elements differ by 3"),
-        ("0 1 3 7", r"7\.txt: .*range\(7\), got 7"),
-        ("0 1 1 3", r"7\.txt: .*repeats an element"),
-        ("1 2 4", r"7\.txt: .*must contain 0"),
-        ("0 1 three", r"7\.txt: .*'three'"),
-        ("", r"7\.txt: .*must contain 0, got \(\)"),
+        ("0 1 2", r"7\.txt, line 1: .*no two elements differ by 3"),
+        ("0 1 3 7", r"7\.txt, line 1: .*range\(7\), got 7"),
+        ("0 1 1 3", r"7\.txt, line 1: .*repeats an element"),
+        ("1 2 4", r"7\.txt, line 1: .*must contain 0"),
+        ("0 1 three", r"7\.txt, line 1: .*'three'"),
+        ("", r"7\.txt has no interest set"),
     ],
     ids=["not-a-cover", "out-of-range", "repeated", "without-0", "no-number", "empty"],
 )
@@ -176,3 +193,34 @@ def test_no_stored_set_has_fewer_elements_than_the_bound():
     assert [least_size(q * q + q + 1) - q - 1 for q in range(2, 17)] == [
         int(q in (6, 10, 12, 14, 15)) for q in range(2, 17)
     ]
+
+
+def test_files_of_the_published_format_are_read(tmp_path):
+    path = tmp_path / "sets.txt"
+    path.write_text("0 1 3\n\n0, 2, 3\n")
+    assert read_interest_sets(path, 7) == [(0, 1, 3), (0, 2, 3)]
+    path.write_text("0 1 3\n0 1 2\n")
+    with pytest.raises(ValueError, match=r"sets.txt, line 2: .* no two elements differ by 3"):
+        read_interest_sets(path, 7)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no interest set"):
+        read_interest_sets(path, 7)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_chosen_set_has_the_least_of_all(is_causal):
+    shape = AttentionShape(4, 32, num_kv_heads=2)
+    for num_tasks, seqlen in itertools.product((4, 9, 14, 40), (97, 1000)):
+        problem = {"num_tasks": num_tasks, "is_causal": is_causal, "shape": shape}
+        found = compare_interest_sets(seqlen, **problem)
+        assert [each.interest_set for each in found] == [*load_interest_sets(num_tasks)]
+        for by in ("traffic", "memory"):
+            chosen = choose_interest_set(seqlen, **problem, by=by)
+            (costs,) = (each for each in found if each.interest_set == chosen)
+            assert getattr(costs, by) == min(getattr(each, by) for each in found)
+        for each in found:
+            kind = Quorums(each.interest_set)
+            plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
+            assert each.longest == max(task.held_tokens for task in plan.tasks)
+    with pytest.raises(ValueError, match="by must be 'traffic' or 'memory', got 'time'"):
+        choose_interest_set(7, num_tasks=7, by="time")
