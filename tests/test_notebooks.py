@@ -15,6 +15,7 @@ SMALL = {
     "1-quorums": """
 NUM_TOKENS = 14
 NUM_TASKS = 4
+MOST_TASKS = 8
 """,
     "2-exact-attention": """
 NUM_TOKENS = 150
