@@ -341,6 +341,51 @@ def test_memory_of_others_is_near_what_two_gpus_allocated(method, num_mebibytes)
     assert found.peak_bytes / 2**20 == pytest.approx(num_mebibytes, rel=0.12)
 
 
+ON_SLOW_LINKS = Machine(rate=1e30, per_row=0, latency=0, devices_per_node=1, between=1e6)
+
+
+@pytest.mark.parametrize("num_devices", [3, 4, 5, 7, 13, 21])
+@pytest.mark.parametrize("plan", ["quorums", "rows"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("shape", [FULL, GROUPED], ids=["full", "grouped"])
+def test_slow_links_wait_for_who_sends_or_receives_the_most(shape, is_causal, plan, num_devices):
+    case, inputs, results = Workload(120 * num_devices, shape, is_causal), [0], [0]
+    for layout in layouts(case, num_devices, 1, plan=plan):
+        queries, keys, rank = layout.of_queries, layout.of_keys, layout.rank
+        result = case.shape.query_bytes if layout.is_final else case.shape.result_bytes
+        for of_queries, of_keys, back in (
+            (queries.lengths, keys.lengths, queries.receives),
+            (queries.receives, keys.receives, queries.lengths),
+        ):
+            sent = case.shape.query_bytes(sum(of_queries) - of_queries[rank])
+            inputs.append(sent + case.shape.key_bytes(sum(of_keys) - of_keys[rank]))
+            results.append(result(sum(back) - back[rank]))
+    found = predict_plan(
+        case, num_devices, ON_SLOW_LINKS, 1, is_backward=False, num_chunks=1, kind=plan
+    )
+    # The cost model adds the most queries and the most keys of balanced rows, of other devices.
+    deviation = 0.13 if plan == "rows" else 0.03
+    assert found.seconds == pytest.approx((max(inputs) + max(results)) / 1e6, rel=deviation)
+
+
+def test_heads_are_sent_in_four_chunks_where_links_take_longest():
+    case = Workload(1680, AttentionShape(8, 64, itemsize=4))
+    slow = replace(MACHINES["CPU"], devices_per_node=1, between=1.25e6)
+    chunks = {
+        name: case.num_chunks(7, 1, is_backward=False, machine=machine)
+        for name, machine in {
+            "slow links": slow,
+            "one host": replace(slow, devices_per_node=7),
+            "fast links": replace(slow, between=1.25e9),
+            "slow devices": replace(slow, rate=1e6),
+            "latency": replace(slow, latency=1.0),
+        }.items()
+    }
+    assert chunks == {name: 4 if name == "slow links" else 1 for name in chunks}
+    assert case.num_chunks(7, 1, 2, is_backward=False, machine=slow) == 2
+    assert case.num_chunks(1, 1, is_backward=False, machine=slow) == 1
+
+
 @pytest.mark.parametrize("head_parallel", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_devices", [16, 32, 56, 64])
 def test_holders_in_the_same_node_are_counted(num_devices, head_parallel):

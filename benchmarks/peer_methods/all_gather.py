@@ -13,7 +13,7 @@ from benchmarks.peer_methods.kernel_calls import KernelCall
 from benchmarks.peer_methods.views import heads_first, rows_first
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Names of PyTorch 2.13, or of earlier versions."""
+"""Its name in PyTorch 2.13, or in earlier versions."""
 
 
 class AllGather(Chunked):

@@ -1,7 +1,7 @@
-"""Collectives that are as fast on CPUs between hosts as the links allow.
+"""Collectives: those of NCCL on GPUs, and messages on CPUs.
 
-PyTorch's own ones on CPUs post sends before receives, or reduce all rows on all ranks. Gloo then
-takes up to twice as long.
+Those of gloo took 1.3 to 1.6 times as long between hosts as messages whose receives are posted
+first.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its name in PyTorch 2.13, or in earlier versions."""
 
 
 class Messages:
@@ -63,5 +64,8 @@ def _exchange(
 ) -> Messages:
     own = dist.get_rank(group)
     received[own] = packed[own]
-    sides = [[(r, each) for r, each in enumerate(t) if r != own] for t in (packed, received)]
-    return Messages(exchange(sides[0], sides[1], group), finish)
+    sends, receipts = (
+        [(rank, part) for rank, part in enumerate(parts) if rank != own]
+        for parts in (packed, received)
+    )
+    return Messages(exchange(sends, receipts, group), finish)

@@ -29,7 +29,7 @@ _MOST_BINS, _MOST_MARKS = 10, 40
 _SET_COLUMNS: dict[str, Callable[[InterestSetCosts], object]] = {
     "interest set": lambda costs: " ".join(map(str, costs.interest_set)),
     "longest": lambda costs: f"{costs.longest:,}",
-    "mean tokens": lambda costs: f"{costs.mean:,.1f}",
+    "mean tokens": lambda costs: f"{costs.mean_tokens:,.1f}",
     "KiB in and out": lambda costs: f"{costs.traffic / 1024:,.1f}",
     "peak KiB": lambda costs: f"{costs.memory / 1024:,.1f}",
 }
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the best known",
     )  # fmt: skip
     add(
-        "--interest-sets", nargs="?", type=parse_integer, const=0, metavar="W",
-        help="list the stored interest sets with their costs instead; W: see --tasks",
+        "--interest-sets", type=parse_integer, metavar="W",
+        help="list the stored interest sets of W tasks with their costs instead of a plan",
     )  # fmt: skip
     kinds = "quorums", "rows", "grid", "documents"
     add("--kind", choices=kinds, default="quorums", help="default: quorums")
@@ -80,12 +80,13 @@ def run(options: argparse.Namespace) -> None:
     problem: dict[str, Any] = {
         "seqlen_q": options.seqlen_q,
         "seqlen_kv": options.seqlen_kv,
-        "num_tasks": options.interest_sets or options.num_tasks,
+        "num_tasks": options.num_tasks,
         "is_causal": options.is_causal,
         "pattern": None if options.pattern is None else parse_pattern(options.pattern),
     }
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.interest_sets is not None:
+        problem["num_tasks"] = options.interest_sets
         print(tabulate(compare_interest_sets(**problem, shape=shape), _SET_COLUMNS))
         return
     chosen = options.interest_set

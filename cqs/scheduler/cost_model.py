@@ -170,7 +170,7 @@ class Prediction(NamedTuple):
     seconds: float
     """Time in seconds."""
     bytes_received: float
-    """Bytes that the device receives; it sends as many."""
+    """Bytes that the device receives; with causal attention some devices send more."""
     peak_bytes: float
     """Peak memory in bytes, besides the shard and the scratch of kernels: buffers, results, and in
     a backward pass also the tensors that the forward pass saved and all gradients."""
@@ -199,8 +199,9 @@ def predict_plan(
     is that of Ulysses. Some tasks read only queries or only keys of a group (even W, causal); the
     prediction is for the device with the most traffic.
 
-    Time: the sends of the first of S head chunks and the results of the last are exposed; all other
-    communication overlaps with computation. In a forward pass a device also computes the pairs of
+    Time: an exchange takes as long as the device that sends or receives the most. The sends of the
+    first of S head chunks and the results of the last are exposed; all other communication overlaps
+    with computation. In a forward pass a device also computes the pairs of
     its own shard, 1 / W^2 of all, during the exposed communication: those of the first head chunk
     before the others, the rest after them. If tasks have all keys of their queries, it computes its
     own queries last: with a degree of W, 1 / W of a head chunk, or 1 / W^2 on the first device if

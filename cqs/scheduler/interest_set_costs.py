@@ -16,7 +16,7 @@ class InterestSetCosts(NamedTuple):
     """The interest set."""
     longest: int
     """Tokens that a task holds, at most: the longest subsequence."""
-    mean: float
+    mean_tokens: float
     """Tokens that a task holds, on average."""
     traffic: float
     """Bytes that a task receives and returns in a forward pass, on average."""
@@ -66,8 +66,9 @@ def compare_interest_sets(
         held = [task.held_tokens for task in plan.tasks]
         traffic = sum(cost.bytes_in + cost.bytes_out for cost in costs) / num_tasks
         peak = max(cost.peak_bytes for cost in costs)
-        mean = sum(held) / num_tasks
-        found.append(InterestSetCosts(interest_set, max(held), mean, traffic, peak))
+        found.append(
+            InterestSetCosts(interest_set, max(held), sum(held) / num_tasks, traffic, peak)
+        )
     return found
 
 

@@ -166,8 +166,8 @@ def attention(
             with the lowest peak memory; without gradients and up to 512K keys, the smallest degree.
             The ranks of a host should be consecutive.
         num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
-            computed. ``None`` chooses it by the work. The number used divides the KV heads of a
-            rank.
+            computed. ``None`` chooses it by the work and the links. The number used divides the
+            KV heads of a rank.
         plan: Kind of the plan of ``ranks / head_parallel`` tasks: ``"quorums"``, ``"rows"`` (the
             traffic of ring attention and all-gather), ``"grid"``, ``"documents"``, or a
             kind of :func:`cqs.make_plan`. ``None`` means quorums on one host, and on several hosts

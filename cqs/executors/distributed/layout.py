@@ -247,7 +247,7 @@ def lay_out(
         shape: Numbers of heads, head dimensions and element size.
         head_parallel: Head-parallel degree, see
             :func:`cqs.scheduler.cost_model.why_not_head_parallel`; ``"auto"`` chooses it.
-        num_chunks: Maximum number of head chunks; ``None`` chooses it by the work.
+        num_chunks: Maximum number of head chunks; ``None`` chooses it by work and links.
         is_causal: Whether attention is causal over the whole sequence.
         pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
         plan: Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
