@@ -99,8 +99,8 @@ def choose_interest_set(
         ValueError: A number is out of range, or ``by`` is another text.
 
     Example:
-        >>> choose_interest_set(4096, num_tasks=5, is_causal=True, by="traffic")
-        (0, 1, 2)
+        >>> choose_interest_set(4096, num_tasks=7, is_causal=True, by="traffic")
+        (0, 1, 5)
     """
     if by not in ("traffic", "memory"):
         raise ValueError(f"by must be 'traffic' or 'memory', got {by!r}")
