@@ -20,7 +20,6 @@ from cqs.partial import Partial
 from cqs.patterns import (
     block_sparse,
     causal,
-    dilated,
     fixed,
     from_mask,
     per_head,
@@ -302,7 +301,6 @@ def test_patterns_that_do_not_fit_are_refused():
         (block_sparse(random_bits(3, 9, 9), 16), ValueError, "num_heads must be 3 .*, got"),
         (torch.ones(131, 131, dtype=torch.bool), TypeError, "pattern must be .* got "),
         ("causal", TypeError, "pattern must be .* got "),
-        (dilated(9, 9, 4) & dilated(9, 9, 5), NotImplementedError, "different steps"),
     ):
         with pytest.raises(error, match=message):
             cqs.attention(*tensors, pattern=pattern)

@@ -24,7 +24,7 @@ from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.operators import made_once
 from cqs.integrations import diffusers_parallel, masks
 from cqs.patterns import Pattern, from_mask, sliding_window
-from cqs.patterns.masks import as_array
+from cqs.patterns.arrays import as_array
 from cqs.worker.backends import check_backend_name
 
 _MASKED = -5000.0

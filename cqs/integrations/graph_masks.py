@@ -16,7 +16,7 @@ from cqs.executors.operators import made_once
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import KnownMask
 from cqs.patterns import Pattern, documents, from_mask, sliding_window
-from cqs.patterns.masks import as_array
+from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import InGraph
 
 _found: Pattern | None = None

@@ -23,7 +23,8 @@ from cqs.patterns import (
     per_head,
     sliding_window,
 )
-from cqs.patterns.masks import MASKED_OUT, as_array
+from cqs.patterns.arrays import as_array
+from cqs.patterns.masks import MASKED_OUT
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.positions import bind_pieces

@@ -166,8 +166,19 @@ def subtract(one: BoundPattern, other: BoundPattern) -> BoundPattern:
     kept = BoundPattern(*one.lengths, pieces, first - _as_blocks(other, first.ids))
     if not len(second.ids):
         return kept
-    blocks = _list(kept) | _as_blocks(kept, np.arange(second.num_rows * second.num_columns))
-    return replace(kept, pieces=(), blocks=blocks - second)
+    listed = in_blocks(kept)
+    return replace(listed, blocks=_list(listed) - second)
+
+
+def in_blocks(bound: BoundPattern) -> BoundPattern:
+    """Return the pattern without pieces: all of its pairs in the list of blocks.
+
+    Raises:
+        ValueError: There are more than 4,194,304 blocks.
+    """
+    blocks = _list(bound)
+    ids = np.arange(blocks.num_rows * blocks.num_columns)
+    return BoundPattern(*bound.lengths, (), blocks | _as_blocks(bound, ids))
 
 
 def _list(bound: BoundPattern) -> BlockList:

@@ -1,33 +1,35 @@
 """Patterns made from arrays: masks, block layouts, FlexAttention's block masks, rows of keys."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import and_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cqs.arguments import as_integer
-from cqs.patterns.algebra import tidy_all
+from cqs.patterns.arrays import as_array
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, made_in_graphs, per_head
-from cqs.patterns.piece import FAR, Axis, Piece
-from cqs.patterns.positions import as_list
+from cqs.patterns.regular import find_pieces
 from cqs.uncompiled import uncompiled
 
 MASKED_OUT = -9984.0
 """Largest value of an additive mask that masks a pair out: -10,000, the least negative constant in
 common use, rounded to bfloat16."""
+_MOST_PAIRS = 2**28
+"""Largest mask of a block mask that is made as a whole, in 0.3 GB."""
 
 
 @made_in_graphs
 def from_mask(mask: Any) -> Pattern:
     """Return the pattern of a boolean or additive mask, for sequences of its lengths.
 
-    The mask is stored in blocks of 128 x 128 pairs: one bit per pair of a block that is neither
-    empty nor full. The output of a query that sees no key is 0.
+    A regular mask becomes the pieces of the pattern that it shows: windows, dilated windows,
+    strides, blocks of one size, summary columns, unions of these, and rows of keys in arithmetic
+    progression. Any other mask is stored in blocks of 128 x 128 pairs: one bit per pair of a block
+    that is neither empty nor full. The output of a query that sees no key is 0.
 
     Args:
         mask: ``[seqlen_q, seqlen_kv]`` or ``[batch, heads, seqlen_q, seqlen_kv]``, a NumPy array or
@@ -47,9 +49,7 @@ def from_mask(mask: Any) -> Pattern:
         )
 
     def one(rows: NDArray[np.bool_]) -> Pattern:
-        seqlen_q, seqlen_kv = rows.shape
-        strips = BlockList.from_strips(seqlen_q, seqlen_kv, lambda q: rows[q.start : q.stop])
-        return Listed("from_mask", strips)
+        return Listed("from_mask", _bound(rows))
 
     return _per_head(array, one)
 
@@ -146,7 +146,10 @@ def from_block_mask(block_mask: Any) -> Pattern:
             mask[:, keys] |= unsure[:, keys] & allowed
             return mask
 
-        return Listed("from_block_mask", BlockList.from_strips(seqlen_q, seqlen_kv, strip))
+        blocks = BlockList.from_strips(seqlen_q, seqlen_kv, strip)
+        listed = BoundPattern(seqlen_q, seqlen_kv, (), blocks)
+        is_small = seqlen_q * seqlen_kv <= _MOST_PAIRS
+        return Listed("from_block_mask", _bound(listed.to_mask()) if is_small else listed)
 
     batches, heads = partial.shape[:2]
     return per_head([[one(batch, head) for head in range(heads)] for batch in range(batches)])
@@ -154,19 +157,19 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
 @dataclass(frozen=True, repr=False)
 class Listed(Pattern):
-    """Pattern of a block list, for its lengths."""
+    """Pattern of a mask, for its lengths."""
 
     origin: str
     """Name of the function that made the pattern."""
-    blocks: BlockList
+    bound: BoundPattern
 
     @property
     def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        """The lengths of the list."""
-        return self.blocks.seqlen_q, self.blocks.seqlen_kv
+        """The lengths of the mask."""
+        return self.bound.lengths
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Return whether these are the lengths of the list."""
+        """Return whether these are the lengths of the mask."""
         return lengths == self.default_lengths
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
@@ -175,12 +178,14 @@ class Listed(Pattern):
                 f"{self!r} requires lengths {self.default_lengths}, got {tuple(lengths)}: make the "
                 "pattern for the lengths of query and key"
             )
-        return BoundPattern(*lengths, (), self.blocks)
+        return self.bound
 
     def __repr__(self) -> str:
-        share = self.blocks.counts.sum() / max(np.prod(self.default_lengths), 1)
+        share, blocks = self.bound.density, self.bound.blocks
         lengths = "{} x {}".format(*self.default_lengths)
-        digest = content_digest(self.blocks.digest)
+        digest = content_digest(
+            repr(self.bound.pieces).encode() if blocks is None else blocks.digest
+        )
         return f"{self.origin}(<{lengths}, {100 * share:.3g} %, {digest}>)"
 
 
@@ -220,6 +225,15 @@ class _BlockSparse(Pattern):
         rows, columns = self.shape
         digest = content_digest(self.packed)
         return f"block_sparse(<{rows} x {columns} blocks, {digest}>, {self.block})"
+
+
+def _bound(mask: NDArray[np.bool_]) -> BoundPattern:
+    """Return the pieces of a regular mask, or the blocks of any other."""
+    seqlen_q, seqlen_kv = mask.shape
+    pieces, blocks = find_pieces(mask), None
+    if pieces is None:
+        blocks = BlockList.from_strips(seqlen_q, seqlen_kv, lambda q: mask[q.start : q.stop])
+    return BoundPattern(seqlen_q, seqlen_kv, pieces or (), blocks)
 
 
 def read_layouts(block_mask: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -279,140 +293,3 @@ def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pa
     """Return the per-head pattern of an array ``[..., rows, columns]``."""
     matrices = array.reshape((1, 1, *array.shape)) if array.ndim == 2 else array
     return per_head([[one(matrix) for matrix in row] for row in matrices])
-
-
-def as_array(values: Any) -> NDArray[Any]:
-    """Convert lists, NumPy arrays or tensors on any device to a NumPy array.
-
-    Tensors of dtypes that NumPy lacks, such as bfloat16, become float32.
-    """
-    if isinstance(values, range):
-        values = as_list("an array", values)
-    if not hasattr(values, "detach"):
-        return np.asarray(values)
-    values = values.detach().cpu()
-    try:
-        return np.asarray(values)
-    except TypeError:
-        return np.asarray(values.float())
-
-
-@made_in_graphs
-def acsr(start: Any, step: Any, count: Any) -> Pattern:
-    """Return the pattern in which query i sees keys ``start[i] + step[i] * c``, c < ``count[i]``.
-
-    This is the affine-compressed-sparse-row format of SPLAT (Gupta et al., arXiv 2407.16847), for
-    sequences of ``len(start)`` queries. Adjacent rows with the same step are joined into one piece
-    if their first and last keys are constant or advance by one per row. A window takes at most
-    three pieces and a block takes one; an irregular row takes one each. Takes O(rows).
-
-    Args:
-        start: First key of every row, ``[seqlen_q]``, integers of at least 0.
-        step: Distance between the keys of every row, ``[seqlen_q]``, integers of at least 1.
-        count: Number of keys of every row, ``[seqlen_q]``, integers of at least 0.
-
-    Raises:
-        TypeError: An argument is not a one-dimensional array of integers.
-        ValueError: A value is out of range, or the arguments differ in length.
-
-    Example:
-        >>> acsr([0, 1, 0], [1, 1, 2], [1, 1, 2]).to_mask(3).astype(int).tolist()
-        [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
-    """
-    columns = []
-    for name, values, least in (("start", start, 0), ("step", step, 1), ("count", count, 0)):
-        array = as_array(values)
-        if array.ndim != 1 or array.dtype.kind not in "iu" and array.size:
-            raise TypeError(f"{name} must be a row of integers, got {values!r}")
-        if array.size and array.min() < least:
-            raise ValueError(f"{name} must be at least {least}, got {array.min()}")
-        columns.append(np.array(array.tolist(), dtype=object))  # ends may exceed int64
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError(
-            f"start, step and count must be of one length, got {list(map(len, columns))}"
-        )
-    first, steps, counts = columns
-    rows = _Rows(first, steps, counts, first + steps * (counts - 1))
-    seqlen_kv = max((rows.last + 1)[rows.num_keys > 0], default=0)
-    if seqlen_kv > FAR:
-        raise ValueError(f"keys must lie below {FAR}, got {seqlen_kv - 1}")
-    return _Progressions(len(rows.start), seqlen_kv, tuple(tidy_all(_as_pieces(rows))))
-
-
-class _Rows(NamedTuple):
-    """First key, step, number of keys and last key of every row, as Python integers."""
-
-    start: NDArray[np.object_]
-    step: NDArray[np.object_]
-    num_keys: NDArray[np.object_]
-    last: NDArray[np.object_]
-
-
-@dataclass(frozen=True, repr=False)
-class _Progressions(Pattern):
-    num_rows: int
-    num_keys: int
-    """Largest key index of any row, plus 1."""
-    pieces: tuple[Piece, ...]
-
-    @property
-    def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        return self.num_rows, max(self.num_rows, self.num_keys)
-
-    def suits(self, lengths: tuple[int, int]) -> bool:
-        """Return whether the lengths have one query per row and every key of the rows."""
-        return lengths[0] == self.num_rows and lengths[1] >= self.num_keys
-
-    def _bind(self, lengths: Lengths) -> BoundPattern:
-        if not self.suits(lengths):
-            raise ValueError(
-                f"{self!r} requires {self.num_rows} queries and at least {self.num_keys} keys, "
-                f"got {tuple(lengths)}"
-            )
-        return BoundPattern(*lengths, self.pieces)
-
-    def __repr__(self) -> str:
-        digest = content_digest(repr(self.pieces).encode())
-        return f"acsr(<{self.num_rows} rows, {len(self.pieces)} pieces, {digest}>)"
-
-
-def _as_pieces(rows: _Rows) -> Iterator[Piece]:
-    """Yield one piece for each longest run of rows that a single piece can represent.
-
-    In a run, rows are equal, or their first and last keys each advance by one per row or stay in
-    one cell.
-    """
-    start, step, count, last = rows
-    ahead, has_keys = np.diff(start), count > 0
-    is_alike = (np.diff(step) == 0) & has_keys[1:] & has_keys[:-1]
-    is_diagonal = is_alike & ((ahead - 1) % step[1:] == 0)
-    rules = [is_alike & (ahead == 0) & (np.diff(count) == 0)]
-    for edge in (start, last):
-        rules += [is_diagonal & (np.diff(edge) == 1), is_diagonal & (np.diff(edge // step) == 0)]
-    first, held = 0, (True,) * 5
-    for row, pair in enumerate(zip(*(each.tolist() for each in rules), strict=True), 1):
-        fewer = tuple(map(and_, held, pair))
-        if fewer[0] or (fewer[1] or fewer[2]) and (fewer[3] or fewer[4]):
-            held = fewer
-            continue
-        if has_keys[first]:
-            yield _as_piece(rows, range(first, row), held)
-        first, held = row, (True,) * 5
-    if len(start) and has_keys[first]:
-        yield _as_piece(rows, range(first, len(start)), held)
-
-
-def _as_piece(rows: _Rows, queries: range, rules: tuple[bool, ...]) -> Piece:
-    first, step = rows.start[queries[0]], rows.step[queries[0]]
-    last, final = rows.last[queries[0]], rows.last[queries[-1]]
-    is_constant, start_advances, _, last_advances, _ = rules
-    if is_constant:
-        return Piece(Axis(queries), Axis(range(first, last + 1), first, step))
-    start, stop = first // step * step, (last // step + 1) * step
-    low, high = -FAR, FAR
-    if start_advances:
-        start, low = 0, (first - queries[0]) // step
-    if last_advances:
-        stop, high = max(last, final) + 1, (last - queries[0]) // step
-    cells = Axis(queries, -((first - queries[0]) % step), step, step)
-    return Piece(cells, Axis(range(start, stop), 0, step, step), low, high, 0, 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cqs.arguments import as_integer, to_integer
 from cqs.patterns.algebra import UnequalStepsError
-from cqs.patterns.bound import BoundPattern, check_tokens, intersect, subtract, unite
+from cqs.patterns.bound import BoundPattern, check_tokens, in_blocks, intersect, subtract, unite
 from cqs.patterns.handle import Handle, new_handle
 from cqs.patterns.piece import FAR, Axis
 from cqs.uncompiled import replaced_in_graphs, uncompiled
@@ -107,7 +107,6 @@ class Pattern(ABC):
         Raises:
             ValueError: A length is out of range or not supported by the pattern, or the pattern
                 has more than 65,536 pieces or 16,777,216 blocks at these lengths.
-            NotImplementedError: The pattern combines two patterns without an exact result.
 
         Example:
             >>> from cqs.patterns import causal
@@ -221,13 +220,11 @@ class Combination(Pattern):
                 "the end of each document, the other side from the end of the sequence; combine "
                 "such documents with causal() or from_mask(mask)"
             )
+        combined = _OPERATIONS[self.operator]
         try:
-            return _OPERATIONS[self.operator](left, right)
-        except UnequalStepsError:
-            raise NotImplementedError(
-                f"{self!r} does not support two periodic patterns with different steps: convert "
-                "one to a mask with from_mask"
-            ) from None
+            return combined(left, right)
+        except UnequalStepsError:  # no pieces of one step represent the result
+            return combined(left, in_blocks(right))
 
     def __repr__(self) -> str:
         sides = (

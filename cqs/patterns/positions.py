@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.algebra import tidy_all
+from cqs.patterns.arrays import as_list
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs, per_head
 from cqs.patterns.piece import FAR, Axis, Piece
-
-_MOST = 2**20
-"""Largest number of elements of a list argument, which may be an endless iterator."""
 
 
 def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
@@ -387,15 +385,3 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     groups = groupby(enumerate(tokens), key=lambda place: place[1] - place[0])
     runs = ([token for _, token in group] for _, group in groups)
     return tuple((run[0], run[-1] + 1) for run in runs)
-
-
-def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
-    """Return up to ``most`` elements of an iterable or array as a list of Python numbers."""
-    try:
-        elements = values.tolist() if hasattr(values, "tolist") else values
-        found = list(islice(elements, most + 1))
-    except TypeError:
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
-    if len(found) > most:
-        raise ValueError(f"{name} must have at most {most} elements")
-    return found

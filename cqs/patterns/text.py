@@ -10,7 +10,7 @@ from typing import Any
 import cqs.patterns as patterns
 from cqs.arguments import as_integer
 from cqs.patterns import Pattern
-from cqs.patterns.positions import as_list
+from cqs.patterns.arrays import as_list
 
 PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
 _CALLS: dict[str, Callable[..., Any]] = {

@@ -1,116 +1,130 @@
-"""The constructors of one or two pieces, each against its definition."""
+"""Masks that are regular become the pieces of the pattern that they show."""
 
-import pickle
 import random
-import time
+from itertools import product
 
+import numpy as np
 import pytest
-from brute_force import assert_is, mask_of
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from cqs.patterns import block_diagonal, causal, dilated, fixed, sliding_window, strided
-
-RULES = {
-    causal(): lambda p, j: j <= p,
-    sliding_window(3, 0): lambda p, j: p - 3 <= j <= p,
-    sliding_window(0, 0): lambda p, j: j == p,
-    sliding_window(2, 5): lambda p, j: p - 2 <= j <= p + 5,
-    sliding_window(None, 2): lambda p, j: j <= p + 2,
-    sliding_window(4, None): lambda p, j: p - 4 <= j,
-    sliding_window(None, None): lambda p, j: True,
-    dilated(2, 1, 3): lambda p, j: j in [p + 3 * n for n in range(-2, 2)],
-    dilated(0, 4, 2): lambda p, j: j in [p + 2 * n for n in range(5)],
-    strided(1): lambda p, j: j <= p,
-    strided(4): lambda p, j: j <= p and (p - j < 4 or (p - j) % 4 == 0),
-    fixed(4, 1): lambda p, j: j <= p and (p // 4 == j // 4 or j % 4 >= 3),
-    fixed(5, 3): lambda p, j: j <= p and (p // 5 == j // 5 or j % 5 >= 2),
-    fixed(3, 0): lambda p, j: j <= p and p // 3 == j // 3,
-    fixed(1, 1): lambda p, j: j <= p,
-    block_diagonal(1): lambda p, j: j == p,
-    block_diagonal(4): lambda p, j: p // 4 == j // 4,
-}
-every_pattern = pytest.mark.parametrize("pattern", RULES, ids=repr)
+import cqs
+from cqs.patterns import (
+    block_diagonal,
+    causal,
+    dilated,
+    documents,
+    fixed,
+    from_block_mask,
+    from_mask,
+    longformer,
+    sliding_window,
+    strided,
+)
 
 
-@every_pattern
-def test_patterns_are_what_their_definition_says(pattern):
-    rng = random.Random(repr(pattern))
-    shapes = [(0, 0), (0, 3), (3, 0), (1, 1), (17, 17), (9, 23), (23, 9)]
-    shapes += [(rng.randint(0, 30), rng.randint(0, 30)) for _ in range(12)]
-    for shape in shapes:
-        assert_is(rng, pattern.bind(*shape), mask_of(RULES[pattern], *shape))
+def regular_pattern(rng, length):
+    bounds = [rng.choice([None, 0, rng.randrange(length)]) for _ in range(2)]
+    stride = rng.randrange(2, length // 4)
+    return rng.choice(
+        [
+            sliding_window(*bounds),
+            dilated(rng.randint(1, 20), rng.randint(0, 20), rng.randint(2, 20)),
+            strided(stride),
+            fixed(stride, rng.randrange(stride)),
+            block_diagonal(stride),
+            block_diagonal(stride) & causal(),
+        ]
+    )
 
 
-@every_pattern
-def test_patterns_answer_for_positions_without_lengths(pattern):
-    mask = mask_of(RULES[pattern], 20, 20)
-    assert pattern.count(range(3, 17), range(5, 20)) == mask[3:17, 5:20].sum()
-    assert pattern.count(range(0), range(0)) == 0
-    assert [pattern.allows(11, j) for j in range(20)] == mask[11].tolist()
-    assert pattern.density(20) == pytest.approx(mask.mean())
-    assert (pattern.to_mask(20) == mask).all()
+def num_pieces(pattern, *lengths):
+    """Number of pieces of a pattern; its pairs are in no block."""
+    bound = pattern.bind(*lengths)
+    assert bound.blocks is None
+    return len(bound.pieces)
 
 
-@every_pattern
-def test_patterns_are_values(pattern):
-    again = pickle.loads(pickle.dumps(pattern))
-    assert again == pattern and hash(again) == hash(pattern) and len({again, pattern}) == 1
-    assert again.bind(12, 15) == pattern.bind(12, 15)
-    assert pattern != dilated(7, 7, 7)
-
-
-@every_pattern
-def test_patterns_print_as_the_call_that_makes_them(pattern):
-    assert eval(repr(pattern)) == pattern
-
-
-def test_equal_patterns_may_come_from_different_calls():
-    assert causal() == sliding_window(None, 0) == sliding_window(None)
-    assert dilated(3, 2, 1) == sliding_window(3, 2)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_masks_take_no_more_pieces_than_the_pattern(seed):
+    rng = random.Random(seed)
+    lengths = [rng.randrange(40, 300) for _ in range(2)]
+    lengths = lengths if rng.random() < 0.5 else 2 * lengths[:1]
+    one, other = (regular_pattern(rng, min(lengths)) for _ in range(2))
+    named = rng.choice([one, one | other])
+    if named.bind(*lengths).blocks is not None:  # steps without a common rule
+        named = one
+    mask = named.to_mask(*lengths)
+    found = from_mask(mask)
+    assert np.array_equal(found.to_mask(*lengths), mask)
+    assert num_pieces(found, *lengths) <= max(num_pieces(named, *lengths), 1)
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    [causal(), sliding_window(10**5), dilated(500, 0, 64), strided(2**15), fixed(2**12, 64)],
+    "named",
+    [
+        sliding_window(100, 0),
+        sliding_window(30, 40),
+        dilated(8, 8, 3),
+        strided(64),
+        fixed(64, 8),
+        block_diagonal(48),
+        block_diagonal(48) & causal(),
+    ],
     ids=repr,
 )
-def test_a_billion_tokens_are_counted_at_once(pattern):
-    length = 10**9
-    begin = time.perf_counter()
-    bound = pattern.bind(length)
-    half = length // 2 + 77
-    parts = [range(half), range(half, length)]
-    assert sum(bound.count(rows, columns) for rows in parts for columns in parts) == bound.num_pairs
-    assert time.perf_counter() - begin < 0.5
-    assert len(bound.pieces) <= 2
+@pytest.mark.parametrize("lengths", [(517, 517), (300, 517), (517, 300)], ids=str)
+def test_pieces_are_those_of_the_named_pattern(named, lengths):
+    found = from_mask(named.to_mask(*lengths))
+    assert set(found.bind(*lengths).pieces) == set(named.bind(*lengths).pieces)
 
 
-def test_counts_of_a_billion_tokens_have_closed_forms():
-    n, s = 10**9, 10**3
-    assert causal().bind(n).num_pairs == n * (n + 1) // 2
-    assert sliding_window(9, 0).bind(n).num_pairs == 10 * n - 45
-    assert block_diagonal(s).bind(n).num_pairs == n * s
-    summaries = n // s * (n // s - 1) // 2 * s * 10
-    assert fixed(s, 10).bind(n).num_pairs == n * (s + 1) // 2 + summaries
+def test_rows_in_progression_are_pieces():
+    for named in (documents([0, 100, 130, 300]), longformer(20, 3)):
+        assert num_pieces(from_mask(named.to_mask(300)), 300) <= 5
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: sliding_window(-1), "left must be at least 0, got -1"),
-        (lambda: sliding_window(1, -2), "right must be at least 0, got -2"),
-        (lambda: sliding_window(True), "left must be an integer, got True"),
-        (lambda: dilated(1, 1, 0), "step must be at least 1, got 0"),
-        (lambda: strided(0), "stride must be at least 1, got 0"),
-        (lambda: strided(2.0), "stride must be an integer, got 2.0"),
-        (lambda: fixed(4, 5), "columns must be at most stride = 4, got 5"),
-        (lambda: block_diagonal(0), "size must be at least 1, got 0"),
-        (lambda: causal().bind(-1), "seqlen_q must be at least 0, got -1"),
-        (lambda: causal().bind(1, "2"), "seqlen_kv must be an integer, got '2'"),
-        (lambda: causal().count(range(0, 4, 2), range(4)), "queries must be a range of step 1"),
-        (lambda: causal().count(range(4), 4), "keys must be a range, got 4"),
-        (lambda: causal().allows(1, 1.0), "key must be an integer, got 1.0"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
+def test_irregular_masks_stay_blocks():
+    rng = np.random.default_rng(0)
+    mask = rng.random((300, 300)) < 0.3
+    one_wrong = strided(16).to_mask(300)
+    one_wrong[200, 7] ^= True
+    scattered = sliding_window(40, 0).to_mask(300) & mask
+    for each in (mask, one_wrong, scattered):
+        bound = from_mask(each).bind(300)
+        assert np.array_equal(bound.to_mask(), each)
+    assert from_mask(mask).bind(300).pieces == ()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_masks_of_a_few_tokens_are_exact(seed):
+    rng = np.random.default_rng(seed)
+    shape = rng.integers(1, 7, 2)
+    mask = rng.random(shape) < rng.random()
+    assert np.array_equal(from_mask(mask).to_mask(*shape), mask)
+
+
+def test_all_masks_of_three_tokens_are_exact():
+    for bits in product([False, True], repeat=9):
+        mask = np.array(bits).reshape(3, 3)
+        bound = from_mask(mask).bind(3)
+        assert np.array_equal(bound.to_mask(), mask)
+        assert bound.num_pairs == mask.sum()
+
+
+def test_block_masks_and_batches_are_searched_too():
+    def strided_rule(batch, head, query, key):
+        return (query >= key) & ((query - key < 16) | ((query - key) % 16 == 0))
+
+    block_mask = create_block_mask(strided_rule, None, None, 300, 300, device="cpu")
+    assert num_pieces(from_block_mask(block_mask), 300) == num_pieces(strided(16), 300)
+    masks = np.stack([strided(16).to_mask(70), block_diagonal(9).to_mask(70)])[None]
+    assert num_pieces(from_mask(masks).head(0, 1), 70) == 1
+
+
+def test_a_regular_mask_has_the_output_of_the_pattern():
+    query, key, value = (torch.randn(1, 2, 300, 16, dtype=torch.float64) for _ in range(3))
+    for named in (strided(16), fixed(32, 4), block_diagonal(50) | sliding_window(9, 0)):
+        mask = from_mask(torch.from_numpy(named.to_mask(300)))
+        expected = cqs.attention(query, key, value, pattern=named, num_tasks=3)
+        assert torch.allclose(cqs.attention(query, key, value, pattern=mask, num_tasks=3), expected)

@@ -1,0 +1,38 @@
+"""Arguments that are lists or arrays of numbers."""
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST = 2**20
+"""Largest number of elements of a list argument, which may be an endless iterator."""
+
+
+def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
+    """Return up to ``most`` elements of an iterable or array as a list of Python numbers."""
+    try:
+        elements = values.tolist() if hasattr(values, "tolist") else values
+        found = list(islice(elements, most + 1))
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
+    if len(found) > most:
+        raise ValueError(f"{name} must have at most {most} elements")
+    return found
+
+
+def as_array(values: Any) -> NDArray[Any]:
+    """Convert lists, NumPy arrays or tensors on any device to a NumPy array.
+
+    Tensors of dtypes that NumPy lacks, such as bfloat16, become float32.
+    """
+    if isinstance(values, range):
+        values = as_list("an array", values)
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    try:
+        return np.asarray(values)
+    except TypeError:
+        return np.asarray(values.float())

@@ -1,0 +1,260 @@
+"""Closed forms of masks: the few pieces that a regular mask consists of."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cqs.patterns.affine_rows import Rows, as_pieces
+from cqs.patterns.algebra import UnequalStepsError, tidy_all, unite
+from cqs.patterns.bound import BoundPattern
+from cqs.patterns.pattern import Lengths
+from cqs.patterns.piece import FAR, Axis, Piece
+
+_MOST_PIECES = 64
+"""Largest number of pieces of a regular mask: a kernel computes more of them slower than blocks."""
+_MOST_STEPS = 3
+"""Largest number of steps of progressions that are tried from one number."""
+_MOST_PERIODS = 8
+"""Largest number of periods that are compared over the whole mask."""
+_NUM_SAMPLES = 8
+"""Number of rows that are compared for each period."""
+
+_Mask = NDArray[np.bool_]
+_Band = tuple[int, int, int]
+"""First diagonal, last diagonal, and the distance between diagonals."""
+
+
+def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
+    """Return disjoint pieces that have exactly the live pairs of a mask, if a few suffice.
+
+    Found are windows, dilated windows and strides; bands of blocks, blocks that are causal, and
+    columns of blocks, if blocks are of one size; unions of these; and rows of keys in arithmetic
+    progression, the format of SPLAT (Gupta et al., arXiv 2407.16847), alone or beside a window.
+    Takes time linear in the pairs.
+
+    Args:
+        mask: ``[seqlen_q, seqlen_kv]``, True where a query sees a key.
+
+    Returns:
+        At most 64 tidy pieces, or ``None``.
+    """
+    lengths, num_live = Lengths(*mask.shape), int(np.count_nonzero(mask))
+    if num_live == 0:
+        return ()
+    diagonals = _of_diagonals(mask, lengths)
+    if diagonals and _count(diagonals) == num_live:
+        return tuple(diagonals)
+    half = min(lengths) / 2
+    long = [each for each in diagonals or () if _longest(each) >= half]
+    rest = mask & ~_to_mask(long, lengths)
+    parts = [part for part in (long, *_of_blocks(mask, rest, lengths)) if part]
+    orders = (order for number in range(len(parts)) for order in permutations(parts, number + 1))
+    found: list[list[Piece]] = [pieces for order in orders if (pieces := _unite(order)) is not None]
+    found = [pieces for pieces in found if _count(pieces) == num_live]
+    found += [
+        [*kept, *pieces]
+        for kept, rows in (([], mask), (long, rest))
+        if (pieces := _of_rows(rows)) is not None and len(kept) + len(pieces) <= _MOST_PIECES
+    ]
+    fewest = min(found, key=len, default=None)
+    return None if fewest is None else tuple(fewest)
+
+
+def _count(pieces: Iterable[Piece]) -> int:
+    return sum(piece.num_pairs for piece in pieces)
+
+
+def _unite(parts: Sequence[list[Piece]]) -> list[Piece] | None:
+    """Return the union of parts, or ``None`` if it takes many pieces."""
+    union: list[Piece] = []
+    for part in parts:
+        try:
+            united = unite(union, part)
+        except UnequalStepsError:
+            return None
+        is_disjoint = _count(united) == _count(union) + _count(part)
+        union = union + part if is_disjoint else united
+        if len(union) > _MOST_PIECES:
+            return None
+    return union
+
+
+def _to_mask(pieces: Sequence[Piece], lengths: Lengths) -> _Mask:
+    return BoundPattern(*lengths, tuple(pieces)).to_mask()
+
+
+def _of_diagonals(mask: _Mask, lengths: Lengths) -> list[Piece] | None:
+    """Return the pieces of all full diagonals, or ``None`` if there are many."""
+    shift = lengths.seqlen_kv - lengths.seqlen_q
+    full = np.flatnonzero(_full_diagonals(mask)) - lengths.seqlen_q + 1 - shift
+    bands = _as_bands(full.tolist())
+    if bands is None:
+        return None
+    return tidy_all(_of_band(lengths, *band) for band in bands)
+
+
+def _of_band(lengths: Lengths, first: int, last: int, step: int) -> Piece:
+    """Return the piece of diagonals: key position - query position from ``first`` to ``last``."""
+    offset = first % step
+    keys = lengths.keys(step)._replace(origin=offset)
+    low, high = (first - offset) // step, (last - offset) // step
+    return Piece(lengths.queries(step), keys, low, high, 0, 0)
+
+
+def _longest(piece: Piece) -> int:
+    """Return the number of pairs of the longest diagonal that a piece may have."""
+    return min(len(piece.queries.tokens), len(piece.keys.tokens))
+
+
+def _full_diagonals(mask: _Mask) -> _Mask:
+    """Return whether each diagonal is all True, ``[rows + columns - 1]``, from the lower left."""
+    rows, columns = mask.shape
+    full = np.ones(rows + columns - 1, dtype=bool)
+    for row, live in enumerate(mask):
+        full[rows - 1 - row : rows - 1 - row + columns] &= live
+    return full
+
+
+def _as_bands(diagonals: list[int]) -> list[_Band] | None:
+    """Write ascending integers as disjoint arithmetic progressions, or ``None`` if as many."""
+    found = [
+        _runs_first(diagonals, 1),
+        _runs_first(diagonals, _MOST_STEPS),
+        _progressions(diagonals, _MOST_STEPS),
+    ]
+    return min((each for each in found if each is not None), key=len, default=None)
+
+
+def _runs_first(diagonals: list[int], num_steps: int) -> list[_Band] | None:
+    """Write adjacent integers as runs, and the others as progressions up to the ends of runs."""
+    runs = [run for run in _runs(diagonals) if run[0] < run[1]]
+    beside = set(diagonals).difference(*(range(first, last + 1) for first, last in runs))
+    others = _progressions(sorted(beside), num_steps)
+    if others is None:
+        return None
+    bands = []
+    for first, last, step in others:
+        for i, (start, end) in enumerate(runs):
+            if end - start > 1 and step > 1:
+                if start == last + step:
+                    last, runs[i] = start, (start + 1, end)
+                elif end == first - step:
+                    first, runs[i] = end, (start, end - 1)
+        bands.append((first, last, step))
+    return [*((first, last, 1) for first, last in runs), *bands]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last of the runs of adjacent integers among ascending ones."""
+    array = np.array(numbers, dtype=np.int64)
+    for run in np.split(array, np.flatnonzero(np.diff(array) > 1) + 1):
+        if len(run):
+            yield int(run[0]), int(run[-1])
+
+
+def _progressions(numbers: list[int], num_steps: int) -> list[_Band] | None:
+    """Write ascending integers as progressions, from each first the longest of a few steps."""
+    left, bands = list(numbers), list[_Band]()
+    while left:
+        if len(bands) == _MOST_PIECES:
+            return None
+        members = set(left)
+        best = range(left[0], left[0] + 1)
+        for other in left[1 : num_steps + 1]:
+            step = other - left[0]
+            stop = other
+            while stop in members:
+                stop += step
+            best = max(best, range(left[0], stop, step), key=len)
+        bands.append((best[0], best[-1], best.step))
+        left = [number for number in left if number not in best]
+    return bands
+
+
+def _of_blocks(mask: _Mask, rest: _Mask, lengths: Lengths) -> Iterator[list[Piece]]:
+    """Yield parts of a mask with blocks of one size: bands of them, causal ones, and columns.
+
+    Args:
+        mask: The mask.
+        rest: The mask without diagonals that are full: its period is the size of the blocks.
+        lengths: The lengths.
+    """
+    size = _period(rest, lengths)
+    if size is None:
+        return
+    queries, keys = lengths.queries(size), lengths.keys(size)
+    full = _all_in_cells(_all_in_cells(mask, queries, 0), keys, 1)
+    (first_row, _), (first_column, _) = queries.cells(), keys.cells()
+    near = np.flatnonzero(_full_diagonals(full)) - len(full) + 1 + first_column - first_row
+    bands = [(a, b) for a, b in _runs(near.tolist()) if a <= 0 <= b]
+    candidates = [[Piece(queries, keys, *band) for band in bands]]
+    candidates.append([Piece(queries, keys, 0, 0, inner_high=0)])
+    columns = _columns(mask, queries, keys)
+    for high in (-1, FAR):
+        candidates.append([Piece(queries, column, -FAR, high) for column in columns])
+    for candidate in candidates:
+        pieces = tidy_all(candidate)
+        if pieces and not (_to_mask(pieces, lengths) & ~mask).any():
+            yield pieces
+
+
+def _period(rest: _Mask, lengths: Lengths) -> int | None:
+    """Return the least number of tokens by which rows and columns may both be moved."""
+    shift = lengths.seqlen_kv - lengths.seqlen_q
+    live = np.flatnonzero(rest.any(axis=1))
+    live = live[live >= -shift]  # queries before the first key have no blocks
+    if not len(live):
+        return None
+    # A few rows exclude most numbers; whole masks are compared for the others.
+    samples = live[np.linspace(0, len(live) - 1, _NUM_SAMPLES).astype(int)].tolist()
+    num_tried = 0
+    for size in range(2, min(lengths.seqlen_q, lengths.seqlen_kv)):
+        pairs = [(row, row + size) for row in samples if row + size < len(rest)]
+        pairs += [(row - size, row) for row in samples if row >= size]
+        if all((rest[row, :-size] == rest[moved, size:]).all() for row, moved in pairs):
+            if (rest[:-size, :-size] == rest[size:, size:]).all():
+                return size
+            num_tried += 1
+            if num_tried == _MOST_PERIODS:
+                break
+    return None
+
+
+def _all_in_cells(mask: _Mask, axis: Axis, dimension: int) -> _Mask:
+    """Reduce one dimension of a mask to cells: True where all tokens of a cell are."""
+    first = axis.origin + axis.step * axis.cells()[0]
+    edges = np.maximum(np.arange(first, axis.tokens.stop, axis.step), 0)
+    reduced: _Mask = np.logical_and.reduceat(mask, edges, axis=dimension)
+    return reduced
+
+
+def _columns(mask: _Mask, queries: Axis, keys: Axis) -> list[Axis]:
+    """Return the keys of the first block that all queries of the last whole block see."""
+    size = queries.step
+    _, last = queries.cells()
+    stop = queries.origin + size * last
+    rows = mask[max(stop - size, 0) : stop, :size]
+    runs = _runs(np.flatnonzero(rows.all(axis=0)).tolist()) if len(rows) else ()
+    return [keys._replace(origin=first, width=end - first + 1) for first, end in runs]
+
+
+def _of_rows(mask: _Mask) -> list[Piece] | None:
+    """Return the pieces of rows that are arithmetic progressions; ``None`` if they are not."""
+    counts = np.count_nonzero(mask, axis=1)
+    first = mask.argmax(axis=1)
+    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
+    steps = np.where(counts > 1, (last - first) // np.maximum(counts - 1, 1), 1)
+    if ((last - first != steps * (counts - 1)) & (counts > 0)).any():
+        return None
+    for row, start, end, step in zip(mask, first, last, steps, strict=True):
+        if row[start] and not row[start : end + 1 : step].all():
+            return None
+    columns = (each.astype(object) for each in (first, steps, counts, last))
+    pieces: list[Piece] = []
+    for piece in as_pieces(Rows(*columns)):
+        pieces.append(piece)
+        if len(pieces) > _MOST_PIECES:
+            return None
+    return tidy_all(pieces)
