@@ -3,12 +3,14 @@
 A dense view or a causal square is one call. Any other view is cut into such calls and into strips:
 a few queries and the keys that they attend to, with a mask. Calls of one shape at equal distances
 are joined into one batched call, such as the strips of a window or the residues of a stride. The
-batched call reads overlapping or interleaved views of the tensors, without copies.
+batched call reads overlapping or interleaved views of the tensors, without copies. Where calls take
+longer than the pairs that they leave out, all of a block row is one call with a mask.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import pairwise, product
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from cqs.problem.dropout import DropoutBits
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE
-from cqs.worker.work import BlockRow
+from cqs.worker.work import BlockRow, Work
 
 _STRIP = 32
 """Queries of a strip. In a window of w keys, a strip of 32 queries reads w + 32 keys. The table
@@ -41,6 +43,8 @@ _SCORES = 2**22
 """Most scores that the reference stores at a time when it computes rows again."""
 _LEAST_SQUARE = 64
 """Fewest rows of a causal square that gets a call of its own."""
+_PAIRS_OF_A_CALL = 2**14
+"""Pairs that take as long as what a call takes besides: 0.5 ms for 8 heads of 64 on 2 cores."""
 
 
 _Place = tuple[int, slice]
@@ -107,22 +111,52 @@ class Call(NamedTuple):
         return torch.from_numpy(self.view.to_mask()).to(device)
 
 
-def make_calls(block_row: BlockRow, *, joins_calls: bool) -> Iterator[tuple[Call, bool]]:
-    """Yield the calls of a block row, and whether each is the first of all its query rows.
+@lru_cache(maxsize=32)
+def make_calls(work: Work, *, joins_calls: bool) -> list[list[tuple[Call, bool]]]:
+    """List the calls of every block row, and whether each is the first of all its query rows.
 
     Calls of one shape are joined if ``joins_calls``. Otherwise every view without bits is cut into
     strips, and no call is causal.
     """
-    if joins_calls:
-        calls = list(_join(call for view in block_row.views for call in _cut(view)))
-    else:
-        calls = [call for view in block_row.views for call in _strips(view)]
-    has_result = np.zeros(len(block_row.queries), dtype=bool)
-    for call in calls:
-        queries = call.view.moved(-block_row.queries.start, 0).queries
-        rows = np.array(queries) + call.stride * np.arange(call.number)[:, None]
-        yield call, not has_result[rows].any()
-        has_result[rows] = True
+    found = []
+    for block_row in work.block_rows:
+        if joins_calls:
+            calls = list(_join(call for view in block_row.views for call in _cut(view)))
+            calls = _as_one(block_row, calls)
+        else:
+            calls = [call for view in block_row.views for call in _strips(view)]
+        has_result = np.zeros(len(block_row.queries), dtype=bool)
+        of_row = []
+        for call in calls:
+            queries = call.view.moved(-block_row.queries.start, 0).queries
+            rows = np.array(queries) + call.stride * np.arange(call.number)[:, None]
+            of_row.append((call, not has_result[rows].any()))
+            has_result[rows] = True
+        found.append(of_row)
+    return found
+
+
+def _as_one(block_row: BlockRow, calls: list[Call]) -> list[Call]:
+    """Return one call with a mask for all of a block row if it is faster, else the calls."""
+    views, queries = block_row.views, block_row.queries
+    if len(calls) < 2:
+        return calls
+    keys = range(min(v.keys.start for v in views), max(v.keys[-1] for v in views) + 1)
+    area = len(queries) * len(keys)
+    pairs = sum(call.number * len(call.view.queries) * len(call.view.keys) for call in calls)
+    if area > min(_AREA, pairs + (len(calls) - 1) * _PAIRS_OF_A_CALL):
+        return calls
+    mask = np.zeros((len(queries), len(keys)), dtype=bool)
+    for view in views:
+        at = view.moved(-queries.start, -keys.start)
+        rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
+        mask[rows, columns] |= view.to_mask()
+    return [Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))]
+
+
+def is_one_call(queries: range, calls: Sequence[tuple[Call, bool]]) -> bool:
+    """Return whether one call computes all queries of a block row, so that nothing is merged."""
+    return len(calls) == 1 and calls[0][0].number == 1 and calls[0][0].view.queries == queries
 
 
 def attend_call(backend: CallBackend, operands: Operands) -> Partial:
@@ -134,28 +168,45 @@ def attend_call(backend: CallBackend, operands: Operands) -> Partial:
     return found
 
 
-def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperands) -> Partial:
-    """Compute the partial output of a block row's queries over all their live pairs.
+def attend_calls(backend: CallBackend, operands: TaskOperands) -> list[Partial]:
+    """Compute the partial outputs of the queries of every block row over all their live pairs.
 
     Args:
-        block_row: Query rows and views, in row numbers of the tensors.
         backend: The backend that computes the calls.
-        operands: All rows of query, key and value, and the options of all calls.
+        operands: All rows of query, key and value, and the work and options of all calls.
 
     Returns:
-        Output ``[batch, num_heads, queries, value_dim]`` in the dtype of ``query``, and LSE
-        ``[batch, num_heads, queries]``. Queries without a live pair get output 0 and LSE -inf.
+        For each block row, output ``[batch, num_heads, queries, value_dim]`` in the dtype of
+        ``query``, and LSE ``[batch, num_heads, queries]``. Queries without a live pair get output 0
+        and LSE -inf.
     """
+    joins_calls = backend.joins_calls and operands.terms is None
+    calls = make_calls(operands.work, joins_calls=joins_calls)
+    return [
+        _attend_block_row(row.queries, of_row, backend, operands)
+        for row, of_row in zip(operands.work.block_rows, calls, strict=True)
+    ]
+
+
+def _attend_block_row(
+    queries: range,
+    calls: Sequence[tuple[Call, bool]],
+    backend: CallBackend,
+    operands: TaskOperands,
+) -> Partial:
+    """Compute the partial output of one block row."""
     query, key, value, *_ = operands
+    if is_one_call(queries, calls):
+        call = calls[0][0]
+        return attend_call(backend, call.operands(_with_options(operands, call), None))
     batch, num_heads, _, _ = query.shape
-    first, dtype = block_row.queries.start, lse_dtype(query.dtype)
-    shape = batch, num_heads, len(block_row.queries)
+    first, dtype = queries.start, lse_dtype(query.dtype)
+    shape = batch, num_heads, len(queries)
     answer = Partial(
         query.new_zeros((*shape, value.shape[-1]), dtype=dtype),
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
-    joins_calls = backend.joins_calls and operands.terms is None
-    for call, is_first in make_calls(block_row, joins_calls=joins_calls):
+    for call, is_first in calls:
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // key.shape[1]):
             found = attend_call(backend, call.operands(of_call, place))
@@ -168,19 +219,17 @@ def attend_calls(block_row: BlockRow, backend: CallBackend, operands: TaskOperan
 
 
 def add_call_gradients(
-    block_row: BlockRow,
     backend: CallBackend,
     gradients: Gradients,
     operands: TaskOperands,
     *of_queries: Tensor,
 ) -> None:
-    """Add the contribution of a block row's live pairs to the gradients, in place.
+    """Add the contribution of the live pairs of all block rows to the gradients, in place.
 
     Args:
-        block_row: Query rows and views, in row numbers of the tensors.
         backend: The backend that computes the calls.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
-        operands: All rows of query, key and value, and the options of all calls.
+        operands: All rows of query, key and value, and the work and options of all calls.
         of_queries: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``; output of the
             whole problem, in the same shape; and its LSE, ``[batch, num_heads, rows_q]``.
     """
@@ -188,7 +237,8 @@ def add_call_gradients(
     of_queries = *outputs, lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
     joins_calls = backend.joins_calls and operands.terms is None
-    for call, _ in make_calls(block_row, joins_calls=joins_calls):
+    calls = make_calls(operands.work, joins_calls=joins_calls)
+    for call, _ in chain.from_iterable(calls):
         of_call = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
             rows = (call.of_queries(each, place) for each in of_queries)

@@ -80,12 +80,11 @@ class _Cpu(CallBackend):
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
-        if visible is None:  # most calls are sound, which few operators show
-            # Extremes are NaN if an element is.
-            low, high, least, most = map(Tensor.item, found.output.aminmax() + found.lse.aminmax())
-            if isfinite(high - low) and isfinite(most - least):
-                if least > 0 or most < 0 or found.lse.all():
-                    return None
+        # Most calls are sound, which few operators show. A sum is not finite if an element is not.
+        # A row without a live pair is not finite, or has LSE 0.
+        total = found.output.sum().item() + found.lse.sum().item()
+        if isfinite(total) and found.lse.abs().amin().item() > 0:
+            return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:
             is_blind = ~visible.any(dim=-1)
@@ -159,9 +158,10 @@ def _addend(operands: Operands, num_padding: int) -> Tensor | None:
         return None
     num_queries, num_keys = query.shape[2], key.shape[2]
     if terms is None:
-        addend = query.new_zeros(num_queries, num_keys)
+        assert visible is not None
+        addend = torch.where(visible, query.new_zeros(()), -torch.inf)
     else:
         addend = terms.addend().expand(-1, -1, num_queries, num_keys)
-    if visible is not None:
-        addend = addend.masked_fill(~visible, -torch.inf)
+        if visible is not None:
+            addend = torch.where(visible, addend, -torch.inf)
     return F.pad(addend, (0, 0, 0, num_padding)) if num_padding else addend

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from cqs.patterns import BoundPattern
 from cqs.scheduler import AttentionShape, Task, TaskCost, predict_cost
 from cqs.worker.backend import CallBackend
 from cqs.worker.backends import BACKENDS
-from cqs.worker.calls import Call, make_calls
+from cqs.worker.calls import Call, is_one_call, make_calls
 from cqs.worker.cpu import padding_rows
 from cqs.worker.triton.tiles import make_tile_list, query_launches
 from cqs.worker.work import BlockRow, Work, make_work
@@ -130,19 +130,28 @@ def predict_pattern_cost(
             peak = _bytes_of_launches(task, work, shape)
         else:
             returned = 0
-            for block_row in work.block_rows:
-                peak = max(peak, returned + _bytes_of_block_row(block_row, shape, found))
+            calls = make_calls(work, joins_calls=found.joins_calls)
+            for block_row, of_row in zip(work.block_rows, calls, strict=True):
+                peak = max(peak, returned + _bytes_of_block_row(block_row, of_row, shape, found))
                 returned += shape.result_bytes(len(block_row.queries))
     return predict_cost(task, shape, backend, pattern_bytes=peak)
 
 
-def _bytes_of_block_row(block_row: BlockRow, shape: AttentionShape, backend: CallBackend) -> int:
+def _bytes_of_block_row(
+    block_row: BlockRow,
+    calls: Sequence[tuple[Call, bool]],
+    shape: AttentionShape,
+    backend: CallBackend,
+) -> int:
     """Return the peak bytes of the calls of a block row, including the result they merge into.
 
     While a call computes, what the one before returned is still there.
     """
     before = peak = 0
-    for call, is_first in make_calls(block_row, joins_calls=backend.joins_calls):
+    if is_one_call(block_row.queries, calls):
+        rows = shape.batch * shape.num_heads * len(block_row.queries)
+        return _bytes_of_call(calls[0][0], rows, shape, backend.name)[0]
+    for call, is_first in calls:
         rows, num_calls = shape.batch * shape.num_heads * len(call.view.queries), 1
         if call.number > 1:
             num_calls = shape.batch * shape.num_heads // shape.kv_heads
@@ -176,8 +185,8 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     has_mask = not (call.is_causal or call.view.is_full)
     output, lse = rows * shape.value_columns * shape.itemsize, rows * shape.sum_itemsize
     found = output + lse
-    if backend != "reference":  # the mask: twice as bool, and once as an additive mask
-        mask = (2 + shape.itemsize) * area * has_mask
+    if backend != "reference":  # the additive mask, and buffers of the kernel
+        mask = (1 + shape.itemsize) * area * has_mask
         if num_padding := padding_rows(len(call.view.queries)):  # a copy, and its output
             padded_rows = rows + rows // len(call.view.queries) * num_padding
             mask += 2 * padded_rows * shape.head_dim * shape.itemsize
@@ -193,7 +202,9 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     dropout_mask = rows * num_keys * shape.has_dropout
     converted, added = key_rows * shape.value_columns * size, sums * (num_keys > SUM_BLOCK)
     weighing = 2 * scores + lse + max(sums + max(converted, added), dropout_mask)
-    return area * has_mask + dropout_mask + max(scoring, weighing, sums + found), found
+    return area * has_mask + dropout_mask + max(
+        scoring, weighing, sums * shape.sums_apart + found
+    ), found
 
 
 def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:

@@ -128,8 +128,7 @@ class Worker:
         if self.pattern is None:
             parts = [self._run_step(backend, step, held) for step in steps]
         else:
-            operands = self._task_operands(steps, held)
-            parts = [attend_calls(row, backend, operands) for row in operands.work.block_rows]
+            parts = attend_calls(backend, self._task_operands(steps, held))
         if sinks is not None:
             parts = [add_sinks(part, sinks) for part in parts]
         if into is not None:
@@ -212,9 +211,8 @@ class Worker:
                     gradients.value[:, :, rows] += of_value
         elif steps:
             assert isinstance(backend, CallBackend)
-            operands, of_queries = self._task_operands(steps, held), _join(*held[3:])
-            for row in operands.work.block_rows:
-                add_call_gradients(row, backend, gradients, operands, *of_queries)
+            operands = self._task_operands(steps, held)
+            add_call_gradients(backend, gradients, operands, *_join(*held[3:]))
         return gradients
 
     def add_gradients(

@@ -80,7 +80,7 @@ def test_peak_holds_inputs_and_results_at_once(plan, shape):
 
 @every_shape
 @pytest.mark.parametrize("name", ["window", "cross-longformer"])
-def test_a_backend_that_computes_a_pattern_needs_more_than_inputs_and_results(name, shape):
+def test_a_backend_that_computes_a_pattern_needs_no_less_than_inputs_and_results(name, shape):
     plan = PLANS[name]
     bound = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
     for task in filter(lambda task: task.steps, plan.tasks):
@@ -88,7 +88,7 @@ def test_a_backend_that_computes_a_pattern_needs_more_than_inputs_and_results(na
         assert least.peak_bytes == least.bytes_in + least.bytes_out
         for backend in ("cpu", "triton", "reference"):
             cost = predict_pattern_cost(task, shape, backend, bound)
-            assert cost.peak_bytes > least.peak_bytes
+            assert cost.peak_bytes >= least.peak_bytes
 
 
 def test_tasks_send_and_receive_about_one_share_of_their_quorum():

@@ -1,14 +1,17 @@
 """Cutting views into calls: every pair once, in rectangles, causal squares and strips."""
 
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
 
+from cqs.patterns import block_diagonal, fixed, from_mask, sliding_window
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
+from cqs.scheduler import make_plan
 from cqs.worker import calls
-from cqs.worker.work import BlockRow
+from cqs.worker.work import BlockRow, Work, make_work
 
 
 def random_view(generator):
@@ -26,8 +29,9 @@ def random_view(generator):
 
 def make_calls(view, joins_calls):
     queries = range(view.queries.start, view.queries.stop)
-    block_row = BlockRow(queries, (view,))
-    return [call for call, _ in calls.make_calls(block_row, joins_calls=joins_calls)]
+    work = Work((BlockRow(queries, (view,)),))
+    (found,) = calls.make_calls(work, joins_calls=joins_calls)
+    return [call for call, _ in found]
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
@@ -51,6 +55,26 @@ def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
                 counts[np.ix_(part.queries, part.keys)] += mask
         assert np.array_equal(counts, expected), view
     assert len(kinds) == (5 if in_batches else 2)
+
+
+@pytest.mark.parametrize("kind", ["window", "fixed", "blocks", "random"])
+def test_many_calls_on_a_few_tokens_become_one_with_a_mask(kind):
+    rng = np.random.default_rng(0)
+    pattern = {
+        "window": sliding_window(3, 2),
+        "fixed": fixed(8, 2),
+        "blocks": block_diagonal(9),
+        "random": from_mask(rng.random((40, 50)) < 0.3),
+    }[kind]
+    task = make_plan(40, 50, num_tasks=1, pattern=pattern).task(0)
+    work = make_work(task.steps, pattern.bind(40, 50), (range(40),), (range(50),))
+    mask = np.zeros((40, 50), bool)
+    for call, is_first in chain.from_iterable(calls.make_calls(work, joins_calls=True)):
+        assert is_first and call.number * len(call.view.queries) >= 36
+        for i in range(call.number):
+            part = call.view.moved(i * call.stride, i * call.stride)
+            mask[np.ix_(part.queries, part.keys)] |= part.to_mask()
+    assert np.array_equal(mask, pattern.to_mask(40, 50))
 
 
 def test_a_window_is_few_calls():
