@@ -135,6 +135,8 @@ def test_stored_interest_sets_are_listed_and_chosen(capsys):
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["interest", "set", "longest"] and len(rows) == 16
     assert main("plan --interest-sets 0".split()) == 2
+    assert main("plan --interest-sets 9 --json".split()) == 2
+    assert main("plan --interest-sets 9 --picture sets.png".split()) == 2
     assert "num_tasks must be" in capsys.readouterr().err
     least = min(rows, key=lambda row: float(row.split()[-2].replace(",", "")))
     assert main("plan --tasks 9 --seqlen 1000 --causal --interest-set traffic".split()) == 0

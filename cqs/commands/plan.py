@@ -72,6 +72,8 @@ def _parse_interest_set(text: str) -> str | list[int]:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan, and draw it with ``--picture``."""
+    if options.interest_sets is not None and (options.json or options.picture):
+        raise ValueError("--interest-sets prints a table, and must be without --json and --picture")
     if options.picture:
         as_integer("--tasks with --picture", options.num_tasks, 1, _MAX_DRAWN)
         from cqs.plotting import check_picture, save_owners
