@@ -44,6 +44,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
                 ),
                 turns=[turn, turn],
                 held=[held] * number,
+                one_bytes=2**26 + 2**20,
                 num_devices=min(number, 2) if executor == "ray" else number,
             )
         )

@@ -21,6 +21,7 @@ from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.sections import summarize_rows
 from cqs.report.settings import Settings
 from cqs.scheduler.plan import MAX_LISTED
+from cqs.worker import BACKENDS
 
 _NUM_TASKS = (1, 2, 3, 4, 7, 8, 13, 31)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", dest="num_kv_heads", type=int, metavar="H", help="default: as many as heads")
     add("--head-dim", type=int, default=head_dim, metavar="D", help=here)
     add("--dtype", choices=_DTYPES, default=dtype, help=here)
+    add(
+        "--backend", choices=BACKENDS,
+        help="kernels; 'reference' keeps all scores of a step in memory; default: as cqs.attention",
+    )  # fmt: skip
     add("--repeats", type=int, default=5, metavar="R", help="default: 5")
     add("--seed", type=int, default=0)
     add("--backward", action="store_true", help="also measure the backward pass")

@@ -28,6 +28,7 @@ class LocalDriver:
         """
         self.settings = settings
         self._work_of = cache(partial(MeasuredPass, settings))
+        self._bytes_of_one = cache(self._weigh_one)
         self._timer = make_timer()
 
     def measure(
@@ -55,7 +56,19 @@ class LocalDriver:
         found = run_in_turn(computations, self.settings.repeats, tick)
         turns = [RepeatTimes(**seconds.pop("all"), **seconds) for seconds in found]
         num_devices = min(self.max_devices, num_tasks)
-        return make_row(self.settings, name, plan, turns=turns, held=held, num_devices=num_devices)
+        return make_row(
+            self.settings,
+            name,
+            plan,
+            turns=turns,
+            held=held,
+            one_bytes=self._bytes_of_one(work),
+            num_devices=num_devices,
+        )
+
+    def _weigh_one(self, work: MeasuredPass) -> int:
+        """Return the peak memory of the whole problem as one task, in bytes."""
+        return self._check(work, work.plan_of_one)[0].peak
 
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
         """Verify the merged result of all tasks, and measure the memory of each task."""

@@ -40,6 +40,7 @@ class MeasuredPass:
         Raises:
             ValueError: The pattern has no live pairs.
         """
+        self._settings = settings
         problem, self.grad_output = settings.make_problem()
         self.problem = problem
         self.is_backward = name == "backward"
@@ -54,7 +55,9 @@ class MeasuredPass:
             query, key, value, is_causal=settings.is_causal, enable_gqa=True
         )
         self._tensors = problem.query, problem.key, problem.value
-        self.backend = choose_backend(*self._tensors, pattern=problem.pattern).name
+        self.backend = choose_backend(
+            *self._tensors, settings.backend, pattern=problem.pattern
+        ).name
         self._worker = Worker.of(problem, self.backend)
         self._inputs: tuple[Tensor, ...] = self._tensors
         if self.is_backward:
@@ -74,9 +77,10 @@ class MeasuredPass:
 
     def run(self, executor: Any, plan: Plan) -> Any:
         """Compute the whole pass by an executor of :mod:`cqs.executors`."""
+        planned = Planned(self.problem, plan, self._settings.backend)
         if self.is_backward:
-            return executor.run_backward(Planned(self.problem, plan), self.answer, self.grad_output)
-        return executor.run(Planned(self.problem, plan))
+            return executor.run_backward(planned, self.answer, self.grad_output)
+        return executor.run(planned)
 
     def merge(self, results: Sequence[TaskResults]) -> Partial | Gradients:
         """Merge the results of all tasks, which are in task order."""

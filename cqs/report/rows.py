@@ -64,6 +64,8 @@ class ScalingRow(Measurement, Settings):
     """Largest predicted peak memory of a task in bytes; ``None`` for backward passes."""
     peak_bytes: int
     """Largest measured peak memory of a task in bytes, including its inputs."""
+    one_bytes: int | None = None
+    """Measured peak memory of the whole problem as one task in bytes; ``None`` in older rows."""
     peak_ratio: float | None
     """Measured peak divided by predicted peak, for the task with the largest deviation from 1."""
     bytes_in: int
@@ -96,6 +98,11 @@ class ScalingRow(Measurement, Settings):
         return self.slowest_ms / self.mean_ms
 
     @property
+    def memory_share(self) -> float | None:
+        """Peak memory of a task divided by that of the whole problem as one task."""
+        return None if self.one_bytes is None else self.peak_bytes / self.one_bytes
+
+    @property
     def efficiency(self) -> float:
         """Speed-up over one task divided by the number of devices."""
         return self.speedup / self.num_devices
@@ -118,6 +125,7 @@ def make_row(
     *,
     turns: Sequence[RepeatTimes],
     held: Sequence[TaskBytes],
+    one_bytes: int,
     num_devices: int,
 ) -> ScalingRow:
     """Summarise the measurements of one number of tasks.
@@ -129,6 +137,7 @@ def make_row(
         turns: Times of every repeat.
         held: Memory and traffic of every task, in the order of the times; tasks without work may
             be omitted.
+        one_bytes: Peak memory of the whole problem as one task.
         num_devices: Number of devices that computed at the same time.
     """
     predicted = [(each.predicted, each.peak) for each in held if each.predicted]
@@ -155,6 +164,7 @@ def make_row(
         balance=busiest * plan.num_tasks / plan.live_pairs,
         predicted_bytes=max((expected for expected, _ in predicted), default=None),
         peak_bytes=max(each.peak for each in held),
+        one_bytes=one_bytes,
         peak_ratio=max(ratios, key=lambda ratio: abs(ratio - 1), default=None),
         bytes_in=max(each.received for each in held),
         bytes_out=max(each.returned for each in held),

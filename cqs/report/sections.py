@@ -45,6 +45,10 @@ QUANTITIES = {
         lambda row: row.predicted_bytes and row.predicted_bytes / _MIB, "{:.1f}".format
     ),
     "measured MiB": Quantity(lambda row: row.peak_bytes / _MIB, "{:.1f}".format),
+    "share of one task": Quantity(
+        lambda row: None if row.memory_share is None else 100 * row.memory_share,
+        "{:.3g} %".format,
+    ),
     "measured / predicted": Quantity(lambda row: row.peak_ratio, "{:.3f}".format),
     "MiB in": Quantity(lambda row: row.bytes_in / _MIB, "{:.1f}".format),
     "MiB out": Quantity(lambda row: row.bytes_out / _MIB, "{:.1f}".format),
@@ -128,7 +132,7 @@ SHARES = Section(
     ("share", _IDEAL_SHARE),
 )
 MEMORY = Section(
-    ("predicted MiB", "measured MiB", "measured / predicted"),
+    ("predicted MiB", "measured MiB", "measured / predicted", "share of one task"),
     "peak of a task, MiB",
     ("measured MiB", "predicted MiB"),
 )

@@ -32,6 +32,8 @@ class Settings:
     """Whether attention is causal."""
     pattern: str | None = None
     """Expression of the pattern, see :func:`cqs.patterns.text.parse_pattern`, or None."""
+    backend: str | None = None
+    """Name of the backend, ``None`` for the default of :func:`cqs.attention`."""
     repeats: int = 5
     """Number of repeats, of which medians are reported."""
     seed: int = 0

@@ -34,7 +34,9 @@ def keys_of(path):
 
 def test_a_report_is_written(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
-    assert main([*TINY, "--tasks", "3,1", "--backward", "--out", str(out)]) == 0
+    options = ["--tasks", "3,1", "--backward", "--backend", "reference", "--out", str(out)]
+    assert main([*TINY, *options]) == 0
+    assert read_rows(out / "rows.jsonl", lambda row: [row["backend"]]) == 4 * ["reference"]
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "rows.jsonl"]
     assert keys_of(out / "rows.jsonl") == [
         (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),

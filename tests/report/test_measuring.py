@@ -40,6 +40,18 @@ KINDS = {
 }
 
 
+def test_with_scores_in_memory_a_task_takes_a_share_of_one_over_w():
+    """With scores in memory they outweigh the tokens, and a task has 1/W of them."""
+    found = {}
+    for backend in ("reference", None):
+        settings = replace(SMALL, tokens=1400, is_causal=False, repeats=1, backend=backend)
+        rows = [LocalDriver(settings).measure(number, "forward") for number in (1, 7, 13)]
+        found[backend] = [row.memory_share for row in rows]
+        assert rows[0].memory_share == pytest.approx(1, abs=0.1)
+    assert found["reference"][1] < 1 / 7 and found["reference"][2] < 1 / 13
+    assert 1 / 7 < found[None][1] < 1 and 1 / 13 < found[None][2] < found[None][1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
     settings = replace(SMALL, **KINDS[kind])

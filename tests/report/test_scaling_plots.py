@@ -57,7 +57,7 @@ def test_every_line_is_tested():
     ("section", "cells"),
     [
         (sections.SHARES, ["7", "3,512", "42.9 %", "6.995", "1.001"]),
-        (sections.MEMORY, ["7", "24.2", "25.2", "1.041"]),
+        (sections.MEMORY, ["7", "24.2", "25.2", "1.041", "38.8 %"]),
         (sections.TRAFFIC, ["7", "12.1", "4.8"]),
         (sections.TIMES, ["7", "186", "173", "1.07", "7.00", "14.0"]),
         (sections.SPEEDUP, ["7", "200", "6.00", "5.50", "2", "300 %"]),
@@ -72,5 +72,5 @@ def test_what_no_row_has_is_neither_drawn_nor_tabulated():
     backward = make_rows(passes="backward")
     assert set(lines_of(sections.MEMORY.plot(backward))) == {"measured MiB"}
     assert set(lines_of(sections.TIMES.plot(backward))) == {"slowest", "mean", "merge"}
-    assert sections.MEMORY.table(backward)[0] == ["W", "measured MiB"]
+    assert sections.MEMORY.table(backward)[0] == ["W", "measured MiB", "share of one task"]
     assert sections.TIMES.table(backward)[0] == ["W", "slowest", "mean", "slowest / mean", "merge"]
