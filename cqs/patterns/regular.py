@@ -19,7 +19,9 @@ _MOST_STEPS = 3
 _MOST_PERIODS = 8
 """Largest number of periods that are compared over the whole mask."""
 _NUM_SAMPLES = 8
-"""Number of rows that are compared for each period."""
+"""Number of rows that stand for all in quick tests."""
+_MOST_GAPS = 12
+"""Largest number of distances between neighbouring keys of one row of a regular mask."""
 
 _Mask = NDArray[np.bool_]
 _Band = tuple[int, int, int]
@@ -43,6 +45,8 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
     lengths, num_live = Lengths(*mask.shape), int(np.count_nonzero(mask))
     if num_live == 0:
         return ()
+    if _is_irregular(mask):
+        return None
     diagonals = _of_diagonals(mask, lengths)
     if diagonals and _count(diagonals) == num_live:
         return tuple(diagonals)
@@ -60,6 +64,13 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
     ]
     fewest = min(found, key=len, default=None)
     return None if fewest is None else tuple(fewest)
+
+
+def _is_irregular(mask: _Mask) -> bool:
+    """Return whether a few rows have keys at more distances from each other than patterns have."""
+    rows = np.linspace(0, len(mask) - 1, _NUM_SAMPLES).astype(int)
+    gaps = (np.unique(np.diff(np.flatnonzero(mask[row]))) for row in rows)
+    return any(len(each) > _MOST_GAPS for each in gaps)
 
 
 def _count(pieces: Iterable[Piece]) -> int:
@@ -194,9 +205,11 @@ def _of_blocks(mask: _Mask, rest: _Mask, lengths: Lengths) -> Iterator[list[Piec
     columns = _columns(mask, queries, keys)
     for high in (-1, FAR):
         candidates.append([Piece(queries, column, -FAR, high) for column in columns])
+    num_live = np.count_nonzero(mask)
     for candidate in candidates:
         pieces = tidy_all(candidate)
-        if pieces and not (_to_mask(pieces, lengths) & ~mask).any():
+        is_small = bool(pieces) and _count(pieces) <= num_live
+        if is_small and not (_to_mask(pieces, lengths) & ~mask).any():
             yield pieces
 
 
@@ -207,19 +220,26 @@ def _period(rest: _Mask, lengths: Lengths) -> int | None:
     live = live[live >= -shift]  # queries before the first key have no blocks
     if not len(live):
         return None
-    # A few rows exclude most numbers; whole masks are compared for the others.
+    # One row excludes most numbers, a few rows nearly all others; whole masks are compared then.
     samples = live[np.linspace(0, len(live) - 1, _NUM_SAMPLES).astype(int)].tolist()
     num_tried = 0
     for size in range(2, min(lengths.seqlen_q, lengths.seqlen_kv)):
-        pairs = [(row, row + size) for row in samples if row + size < len(rest)]
-        pairs += [(row - size, row) for row in samples if row >= size]
-        if all((rest[row, :-size] == rest[moved, size:]).all() for row, moved in pairs):
-            if (rest[:-size, :-size] == rest[size:, size:]).all():
-                return size
-            num_tried += 1
-            if num_tried == _MOST_PERIODS:
-                break
+        if not all(_moves(rest, row, size) for row in (samples[_NUM_SAMPLES // 2], *samples)):
+            continue
+        if (rest[:-size, :-size] == rest[size:, size:]).all():
+            return size
+        num_tried += 1
+        if num_tried == _MOST_PERIODS:
+            break
     return None
+
+
+def _moves(rest: _Mask, row: int, size: int) -> bool:
+    """Return whether a row, moved by some tokens, equals the rows by as many before and after."""
+    after, before = row + size, row - size
+    if after < len(rest) and not (rest[row, :-size] == rest[after, size:]).all():
+        return False
+    return before < 0 or bool((rest[before, :-size] == rest[row, size:]).all())
 
 
 def _all_in_cells(mask: _Mask, axis: Axis, dimension: int) -> _Mask:

@@ -45,17 +45,17 @@ class View(NamedTuple):
 
     def to_mask(self) -> NDArray[np.bool_]:
         """Return a boolean array ``[len(queries), len(keys)]``, True where a query sees a key."""
-        bits = None
-        if self.bits is not None:
-            bits = np.unpackbits(self.bits, axis=-1, count=len(self.keys)).view(bool)
-            if self.low <= -FAR and self.high >= FAR:
-                return bits
         rows, columns = (
             np.arange(side.start, side.stop, side.step) for side in (self.queries, self.keys)
         )
-        distance = columns - rows[:, None]
-        mask = (self.low <= distance) & (distance <= self.high)
-        return mask if bits is None else mask & bits
+        mask = np.ones((len(rows), len(columns)), dtype=bool)
+        if self.bits is not None:
+            mask = np.unpackbits(self.bits, axis=-1, count=len(columns)).view(bool)
+        if self.low > -FAR:
+            mask &= (rows + self.low)[:, None] <= columns
+        if self.high < FAR:
+            mask &= columns <= (rows + self.high)[:, None]
+        return mask
 
 
 def views(piece: Piece) -> Iterator[View]:
