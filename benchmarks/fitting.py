@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from cqs.report import measurement
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import METHODS, Workload, predict
+from cqs.scheduler.cost_model import METHODS, predict
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import Workload
 
 _FITTED = ("rate", "backward_rate", "per_row", "bandwidth", "latency")
 _PENALTY = 1e-3

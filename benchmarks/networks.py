@@ -20,8 +20,9 @@ from cqs.executors.distributed.transport.transports import ranks_per_host
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import METHODS, Workload, predict
+from cqs.scheduler.cost_model import METHODS, predict
 from cqs.scheduler.machines import MACHINES, SENT, Machine
+from cqs.scheduler.workload import Workload
 
 _HEADS, _HEAD_DIM = 8, 64
 _NUM_HOSTS = 4, 5, 7, 8, 12, 13, 16, 21, 31

@@ -22,9 +22,10 @@ from cqs.commands.integers import parse_integers
 from cqs.commands.written_files import check_written
 from cqs.plotting import check_picture
 from cqs.report.table import format_table, percent
-from cqs.scheduler.cost_model import Workload, predict
+from cqs.scheduler.cost_model import predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import Workload
 
 _MAX_TRIALS = 100_000
 _MTBF_HOURS = {"llama3": 54 * 24 * 16_384 / 419, "opt": 61 * 24 * 992 / 105}

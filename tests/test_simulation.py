@@ -15,15 +15,9 @@ from cqs.__main__ import main
 from cqs.executors.distributed.layout import lay_out
 from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums, cost_model, load_interest_set
-from cqs.scheduler.cost_model import (
-    METHODS,
-    Workload,
-    near_shares,
-    predict,
-    predict_plan,
-    predict_ring,
-)
+from cqs.scheduler.cost_model import METHODS, near_shares, predict, predict_plan, predict_ring
 from cqs.scheduler.machines import FETCHED, MACHINES, Machine
+from cqs.scheduler.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 FULL = AttentionShape(32, 128)

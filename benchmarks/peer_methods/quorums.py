@@ -10,8 +10,9 @@ import cqs.distributed
 from benchmarks.peer_methods.differentiable import Differentiable
 from cqs.problem import Problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import Workload, predict_ring
+from cqs.scheduler.cost_model import predict_ring
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import Workload
 
 
 class Cqs(Differentiable):

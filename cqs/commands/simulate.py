@@ -8,9 +8,10 @@ from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.report.table import format_table, mebibytes, percent
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import Prediction, Workload, predict
+from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import Workload
 
 _METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
 _LINKS = {"nvlink": 300e9, "ib": 50e9}

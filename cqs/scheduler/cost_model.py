@@ -8,160 +8,20 @@ number of devices, and no shared switch, which favours methods that exchange wit
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from cqs.scheduler import AttentionShape
 from cqs.scheduler.group_needs import GroupNeeds
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
-from cqs.scheduler.machines import FETCHED, ChunkRule, Machine
+from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import PASSES, Workload
 
 _SUM_ITEMSIZE = 4
 """Bytes of an element of a gradient sum, which is float32."""
 
-PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
-"""For each choice of ``passes``, whether each of its passes is a backward pass."""
-_BACKWARD_ROWS = 6
-"""Time per query row of a backward kernel relative to a forward kernel."""
-
-_LATENCIES_OF_SHARD = 50
-"""Head chunks are short enough if a link takes so many times its latency to send a shard."""
-
 _FEW_KEYS = 2**19
 """Number of keys up to which the lowest degree was measured to be fastest in a forward pass."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The attention problem whose cost is predicted."""
-
-    tokens: int
-    """Number of queries."""
-    shape: AttentionShape
-    """Batch, heads, head dimensions and itemsize of the tensors."""
-    is_causal: bool = False
-    """Whether attention is causal."""
-    num_keys: int | None = None
-    """Number of keys; ``None`` means the number of queries."""
-    num_pairs: float | None = None
-    """Number of live pairs; ``None`` means all pairs, or half of them if causal."""
-
-    def flops(self, *, is_backward: bool) -> float:
-        """Return the FLOPs of live pairs: 4 d per pair and head forward, 10 d backward.
-
-        The forward pass has two matrix products, the backward pass of FlashAttention-2 has five
-        (Dao, arXiv 2307.08691).
-        """
-        shape, pairs = self.shape, self.num_pairs
-        if pairs is None:
-            pairs = self.tokens * self._keys / (2 if self.is_causal else 1)
-        return (10 if is_backward else 4) * pairs * shape.head_dim * shape.num_heads * shape.batch
-
-    def seconds(self, machine: Machine, *, is_backward: bool, calls: float = 1) -> float:
-        """Return the seconds of one pass on one device.
-
-        Args:
-            machine: Throughput of the device.
-            is_backward: Whether the pass is a backward pass.
-            calls: Number of kernel calls that process each query, on average.
-        """
-        rate = machine.backward_rate if is_backward else machine.rate
-        row = machine.per_row * (_BACKWARD_ROWS if is_backward else 1)
-        rows = calls * self.tokens * self.shape.num_heads * self.shape.batch
-        return self.flops(is_backward=is_backward) / rate + rows * row
-
-    def one_device_seconds(self, machine: Machine, passes: str) -> float:
-        """Return the seconds of the passes on one device.
-
-        Args:
-            machine: Throughput of the device.
-            passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        """
-        return sum(self.seconds(machine, is_backward=each) for each in PASSES[passes])
-
-    def shard_bytes(self, num_devices: int, head_parallel: int = 1) -> tuple[int, int, int]:
-        """Return the bytes of a shard's queries, of its keys and values, and of its results.
-
-        Args:
-            num_devices: Number of devices that share the tokens.
-            head_parallel: Head-parallel degree; the bytes are those of one head group.
-        """
-        part = self.part(head_parallel)
-        rows, keys = self.shard_rows(num_devices)
-        return part.query_bytes(rows), part.key_bytes(keys), part.result_bytes(rows)
-
-    def shard_rows(self, num_devices: int) -> tuple[int, int]:
-        """Return the numbers of queries and of keys of a shard."""
-        return -(-self.tokens // num_devices), -(-self._keys // num_devices)
-
-    def part(self, head_parallel: int) -> AttentionShape:
-        """Return the shape of one head group; groups share KV heads if there are fewer of these."""
-        kv_heads = max(self.shape.kv_heads // head_parallel, 1)
-        return replace(
-            self.shape, num_heads=self.shape.num_heads // head_parallel, num_kv_heads=kv_heads
-        )
-
-    def num_chunks(
-        self,
-        num_devices: int,
-        head_parallel: int,
-        most: int | None = None,
-        *,
-        is_backward: bool,
-        kind: Kind | str = "quorums",
-        rule: ChunkRule = FETCHED,
-        machine: Machine | None = None,
-    ) -> int:
-        """Return the number of head chunks of a device: a divisor of its number of KV heads.
-
-        With S chunks, 1/S of the communication is exposed, but each chunk adds launch overhead and
-        a kernel tail. With more than four, kernels become too short. If devices wait for their
-        links most of the time, there are four.
-
-        Args:
-            num_devices: Number of devices. One device has no communication to overlap.
-            head_parallel: Head-parallel degree.
-            most: Maximum number of chunks; ``None`` chooses 1, 2 or 4 by the work.
-            is_backward: Whether a backward pass is included, with the same number of chunks.
-            kind: Kind of the plan of ``num_devices / head_parallel`` tasks.
-            rule: Thresholds of the transport.
-            machine: Throughput and links of the devices; ``None`` means fast links.
-
-        Example:
-            >>> shape = AttentionShape(32, 128, num_kv_heads=4)
-            >>> [
-            ...     Workload(tokens, shape).num_chunks(8, 1, is_backward=is_backward)
-            ...     for tokens in (2**14, 2**15, 2**18)
-            ...     for is_backward in (False, True)
-            ... ]
-            [2, 2, 2, 4, 4, 2]
-        """
-        num_tasks = num_devices // head_parallel
-        if most is None and machine is not None and self._wait_for_links(num_devices, machine):
-            most = 4
-        if most is None:
-            most = 1
-            flops = self.flops(is_backward=False) / self.shape.batch / num_devices
-            if num_devices > 1 and flops >= rule.two:
-                num_keys = self._keys * fit_kind(kind, num_tasks).num_groups[1] // num_tasks
-                four = rule.four_of_both if is_backward else rule.four
-                are_long = is_backward and num_keys > rule.most_keys
-                most = 4 if flops >= four and not are_long else 2
-        kv_heads = self.part(head_parallel).kv_heads
-        return max(n for n in range(1, min(max(most, 1), kv_heads) + 1) if kv_heads % n == 0)
-
-    def _wait_for_links(self, num_devices: int, machine: Machine) -> bool:
-        """Return whether a device takes longer to send its shard than to compute, and long."""
-        is_far = num_devices > machine.devices_per_node
-        seconds = machine.exchange(*((0, 1) if is_far else (1, 0))) - machine.latency
-        seconds *= sum(self.shard_bytes(num_devices))
-        compute = self.seconds(machine, is_backward=False) / num_devices
-        return num_devices > 1 and seconds > max(compute, _LATENCIES_OF_SHARD * machine.latency)
-
-    @property
-    def _keys(self) -> int:
-        return self.tokens if self.num_keys is None else self.num_keys
 
 
 class Prediction(NamedTuple):
@@ -454,6 +314,7 @@ def predict(
         fits none.
 
     Example:
+        >>> from cqs.scheduler import AttentionShape
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
         >>> predict("cqs", workload, 256, Machine()).head_parallel
         2
@@ -511,30 +372,3 @@ def near_shares(
         for number, all_ in zip(near, holders, strict=True)
     )
     return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)
-
-
-def why_not_head_parallel(
-    head_parallel: int, num_ranks: int, num_heads: int, num_kv_heads: int
-) -> str | None:
-    """Return why a head-parallel degree is not supported, or None if it is."""
-    if num_ranks % head_parallel:
-        return f"it must divide the number of ranks, {num_ranks}"
-    if num_heads % head_parallel:
-        return f"it must divide num_heads, {num_heads}"
-    if num_kv_heads % head_parallel and head_parallel % num_kv_heads:
-        return f"it must divide num_kv_heads, {num_kv_heads}, or be a multiple of it"
-    return None
-
-
-def possible_head_parallel(num_ranks: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """List the supported head-parallel degrees in ascending order.
-
-    Example:
-        >>> possible_head_parallel(12, num_heads=32, num_kv_heads=8)
-        [1, 2, 4]
-    """
-    return [
-        number
-        for number in range(1, min(num_ranks, num_heads) + 1)
-        if why_not_head_parallel(number, num_ranks, num_heads, num_kv_heads) is None
-    ]

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler.cost_model import PASSES, Prediction, Workload, possible_head_parallel
+from cqs.scheduler.cost_model import Prediction
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.placement import Placement, place_documents
+from cqs.scheduler.workload import PASSES, Workload
 
 _TOLERANCES = (0.1, 0.3, 1.0)
 """Tolerances that are tried if it is much faster not to balance the tasks at all."""

@@ -13,15 +13,11 @@ from itertools import product
 from typing import NamedTuple
 
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import (
-    PASSES,
-    Prediction,
-    Workload,
-    near_shares,
-    possible_head_parallel,
-)
+from cqs.scheduler.cost_model import Prediction, near_shares
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Kind, list_kinds
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import PASSES, Workload
 
 QUERIES, KEYS = 0, 1
 _BUFFER_TURNS, _MOST_PACKETS, _ALIGNMENT = 2, 3, 512

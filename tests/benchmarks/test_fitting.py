@@ -8,8 +8,9 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.fitting import MeasuredTime, fit, read_rows
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.cost_model import Workload, predict
+from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.workload import Workload
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from sparse_cases import NAMES, with_pattern
 
 from benchmarks.cases import Case
 from cqs.scheduler import Grid2D, Hosts, Quorums
-from cqs.scheduler.cost_model import possible_head_parallel
+from cqs.scheduler.head_groups import possible_head_parallel
 
 
 def divisors(number):

@@ -27,7 +27,7 @@ import cqs.distributed
 from benchmarks.cases import Case
 from cqs.patterns import block_sparse, documents, from_mask, sliding_window
 from cqs.scheduler import Grid2D, Quorums
-from cqs.scheduler.cost_model import possible_head_parallel
+from cqs.scheduler.head_groups import possible_head_parallel
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from sparse_cases import NAMES, with_pattern
 
 import cqs
 from benchmarks.cases import Case
-from cqs.scheduler.cost_model import possible_head_parallel
+from cqs.scheduler.head_groups import possible_head_parallel
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,10 @@ from benchmarks.fitting import fit, read_rows
 from cqs.executors.distributed.layout import cut_shards, lay_out
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums
-from cqs.scheduler.cost_model import Workload, possible_head_parallel, predict, predict_plan
+from cqs.scheduler.cost_model import predict, predict_plan
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.machines import FETCHED, MACHINES
+from cqs.scheduler.workload import Workload
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 

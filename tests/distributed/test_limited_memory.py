@@ -19,9 +19,10 @@ from random_problems import random_problems
 from benchmarks.cases import Case
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.scheduler import AttentionShape, Grid2D
-from cqs.scheduler.cost_model import Workload, predict
+from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import SENT, Machine
 from cqs.scheduler.token_order import QUERIES, list_orders, predict_orders
+from cqs.scheduler.workload import Workload
 
 NUM_PROBLEMS, BATCH = 500, 10
 

@@ -11,7 +11,7 @@ from benchmarks.cases import Case
 from cqs.executors.distributed.layout import lay_out
 from cqs.patterns import documents, sliding_window
 from cqs.scheduler import AttentionShape, Documents, Plan, make_plan
-from cqs.scheduler.cost_model import possible_head_parallel
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.machines import FETCHED, MACHINES
 
 NUM_PACKINGS = 500

@@ -7,9 +7,10 @@ import pytest
 
 from cqs.patterns import causal, documents, sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Plan, Quorums, make_plan
-from cqs.scheduler.cost_model import Workload, predict
+from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.validate import validate_single_tasks
+from cqs.scheduler.workload import Workload
 
 
 def table(plan):

@@ -20,7 +20,7 @@ from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores, take_apart
-from cqs.scheduler.cost_model import why_not_head_parallel
+from cqs.scheduler.head_groups import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.scheduler.machines import Links
 from cqs.uncompiled import replaced_in_graphs, uncompiled

@@ -8,7 +8,7 @@ from cqs.executors.distributed.batches import Batch, CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
-from cqs.scheduler.cost_model import PASSES, Workload, predict_plan
+from cqs.scheduler.cost_model import predict_plan
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.token_order import (
     QUERIES,
@@ -16,6 +16,7 @@ from cqs.scheduler.token_order import (
     predict_orders,
     row_bytes,
 )
+from cqs.scheduler.workload import PASSES, Workload
 
 _FEW_RANKS = 16
 """Number of ranks up to which the bytes of every order are counted."""

@@ -13,12 +13,13 @@ from cqs.patterns import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.ranges import contains, moved, overlap
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
-from cqs.scheduler.cost_model import Prediction, Workload, predict
+from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
 from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
 from cqs.scheduler.placement import Ranges, count_rows
 from cqs.scheduler.task import join_ranges
+from cqs.scheduler.workload import Workload
 
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
@@ -246,7 +247,7 @@ def lay_out(
         rank: The rank to lay out.
         shape: Numbers of heads, head dimensions and element size.
         head_parallel: Head-parallel degree, see
-            :func:`cqs.scheduler.cost_model.why_not_head_parallel`; ``"auto"`` chooses it.
+            :func:`cqs.scheduler.head_groups.why_not_head_parallel`; ``"auto"`` chooses it.
         num_chunks: Maximum number of head chunks; ``None`` chooses it by work and links.
         is_causal: Whether attention is causal over the whole sequence.
         pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
@@ -254,7 +255,7 @@ def lay_out(
             :func:`cqs.scheduler.cost_model.predict`; the choice depends on the arguments alone, so
             it is the same on all ranks.
         tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
-        chunk_rule: Thresholds of :meth:`cqs.scheduler.cost_model.Workload.num_chunks`.
+        chunk_rule: Thresholds of :meth:`cqs.scheduler.workload.Workload.num_chunks`.
         with_gradients: Whether a backward pass will follow.
         machine: Throughput and links of the ranks' devices.
 
