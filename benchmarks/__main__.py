@@ -28,10 +28,12 @@ BENCHMARKS = {
     "hosts": "run a module on ranks of hosts whose links are limited, on this machine",
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
     "case-study": "memory and time of one of W tasks, as published",
+    "bottleneck": "share of attention in the time of a transformers model, by length",
     "block": "time of the parts of a transformer layer, under torchrun",
 }
 _OTHERS = {
     "tables": "write the tables of results into the pages",
+    "figures": "draw the figures of results that pages show",
     "simulate": "fit the cost model to rows, compare it with rows, simulate failures",
 }
 _LEAST = {

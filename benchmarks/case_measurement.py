@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, gcd
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,10 @@ def longest_task(plan: Plan) -> Task:
 
 
 def measure(
-    settings: Settings, workers: Sequence[int], tick: Callable[[], object] = lambda: None
+    settings: Settings,
+    workers: Sequence[int],
+    tick: Callable[[], object] = lambda: None,
+    snapshots: Path | None = None,
 ) -> list[CaseRow]:
     """Measure the longest task for each number of workers, and the whole problem, in turn.
 
@@ -102,6 +106,7 @@ def measure(
         settings: Settings with executor ``"local"``.
         workers: Their numbers.
         tick: Called once for each of them, checked and recorded, and after every repeat.
+        snapshots: Folder for files ``memory-N-wW.pickle`` of the allocator's history on a GPU.
 
     Raises:
         VerificationError: The merged result of all tasks is wrong.
@@ -112,7 +117,9 @@ def measure(
     recordings = {}
     for number in workers:
         _check(work, plans[number])
-        recordings[number] = _record(work, tasks[number], settings.repeats)
+        name = f"memory-{settings.tokens}-w{number}.pickle"
+        path = None if snapshots is None else snapshots / name
+        recordings[number] = _record(work, tasks[number], settings.repeats, path)
         tick()
     contenders = {str(number): partial(_time, work, task, timer) for number, task in tasks.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -144,7 +151,7 @@ def _check(work: MeasuredPass, plan: Plan) -> None:
     work.verify(work.merge(results))
 
 
-def _record(work: MeasuredPass, task: Task, repeats: int) -> _Recording:
+def _record(work: MeasuredPass, task: Task, repeats: int, snapshot_path: Path | None) -> _Recording:
     """Record the memory of a task from before it receives its inputs until all is freed.
 
     The fastest repeat is kept, because other programs may have run during the others.
@@ -158,7 +165,7 @@ def _record(work: MeasuredPass, task: Task, repeats: int) -> _Recording:
             torch.cuda.synchronize(device)
         del held, results
 
-    memory, record = TENSORS, partial(record_memory, compute, device)
+    memory, record = TENSORS, partial(record_memory, compute, device, snapshot_path)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # cached blocks may be 1 MB larger than requested
         compute()  # allocate the blocks before the recording

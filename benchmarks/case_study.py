@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--causal", action="store_true", default=None)
     parser.add_argument(
+        "--snapshots", metavar="DIR", help="write files for https://pytorch.org/memory_viz; GPUs"
+    )
+    parser.add_argument(
         "--picture", metavar="FILE", help="plot memory over time, longest subsequences and times"
     )
 
@@ -42,6 +46,7 @@ def run(
     causal: bool = False,
     repeats: int = 5,
     out: str | None = None,
+    snapshots: str | None = None,
     picture: str | None = None,
 ) -> None:
     """Verify all tasks of every plan, then measure the task with the longest subsequence alone.
@@ -55,11 +60,20 @@ def run(
         causal: Whether attention is causal.
         repeats: Number of repeats, of which medians are shown.
         out: File to append rows to, or ``None``.
+        snapshots: Folder for the allocator's histories, or ``None``.
         picture: File of a picture, or ``None``.
+
+    Raises:
+        NotImplementedError: Snapshots are asked for, and there is no GPU.
     """
     if picture is not None:
         check_picture(picture)
     on_gpu = torch.cuda.is_available()
+    folder = None if snapshots is None else Path(snapshots)
+    if folder is not None and not on_gpu:
+        raise NotImplementedError("--snapshots requires a GPU: they are histories of its allocator")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     lengths = sorted(set(tokens or (TOKENS if on_gpu else _TOKENS_ON_CPU)))
     every_num_tasks = sorted(set(tasks))
     rows: list[CaseRow] = []
@@ -76,7 +90,7 @@ def run(
                 is_causal=causal,
                 repeats=repeats,
             )
-            rows += measure(settings, every_num_tasks, bar.update)
+            rows += measure(settings, every_num_tasks, bar.update, folder)
     columns: dict[str, Callable[[CaseRow], object]] = {
         "N": lambda row: f"{row.tokens:,}",
         "W": lambda row: row.num_tasks,

@@ -2,11 +2,9 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cqs.executors.distributed.agreement
 import cqs.executors.distributed.exchange
+from benchmarks.clock import Clock
 from cqs.nn import HybridTransformerBlock
 from cqs.report.timing import make_busy
 
@@ -34,7 +33,7 @@ def time_parts(
     device = next(layer.parameters()).device
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(repeats):
-        clock = _Clock(device.type)
+        clock = Clock(device.type, PARTS)
         with _marked(layer, clock):
             dist.barrier(group)
             clock.enter("rest")
@@ -109,43 +108,10 @@ def _union(times: Intervals) -> float:
     return length
 
 
-class _Clock:
-    """Attributes the time of a GPU or CPU to the parts of a step."""
-
-    def __init__(self, device_type: str) -> None:
-        """Take the device type, ``"cuda"`` or ``"cpu"``."""
-        self._on_gpu = device_type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-
-    @property
-    def part(self) -> str:
-        """The current part."""
-        return self._marks[-1][0]
-
-    def enter(self, part: str) -> None:
-        """Start a part."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((part, event))
-        else:
-            self._marks.append((part, time.perf_counter()))
-
-    def stop(self) -> dict[str, float]:
-        """Return the seconds of each part."""
-        self.enter("rest")
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        totals = dict.fromkeys(PARTS, 0.0)
-        for (part, start), (_, end) in pairwise(self._marks):
-            totals[part] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
-        return totals
-
-
 class _Waits(TorchDispatchMode):
     """Attributes waits for collectives of DTensors to communication."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
 
@@ -157,7 +123,7 @@ class _Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _as_communication(function: Callable[..., Any], clock: _Clock) -> Callable[..., Any]:
+def _as_communication(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
     @wraps(function)
     def marked(*arguments: Any, **options: Any) -> Any:
         part = clock.part
@@ -171,7 +137,7 @@ def _as_communication(function: Callable[..., Any], clock: _Clock) -> Callable[.
 
 
 @contextmanager
-def _marked(layer: HybridTransformerBlock, clock: _Clock) -> Iterator[None]:
+def _marked(layer: HybridTransformerBlock, clock: Clock) -> Iterator[None]:
     """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
         (cqs.executors.distributed.exchange.Transfer, "wait"),

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pickle
 import time
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -21,7 +22,7 @@ _INTERVAL = 1e-3
 
 
 def record_memory(
-    compute: Callable[[], Result], device: torch.device
+    compute: Callable[[], Result], device: torch.device, snapshot_path: Path | None = None
 ) -> tuple[Result, list[tuple[float, int]]]:
     """Run a function and return its result and its memory over time.
 
@@ -32,6 +33,8 @@ def record_memory(
     Args:
         compute: The function to run.
         device: The device whose memory is recorded.
+        snapshot_path: File for the history of a GPU, which https://pytorch.org/memory_viz shows,
+            or ``None``.
 
     Returns:
         The result, and samples: seconds since the start, and the bytes allocated from then on.
@@ -46,6 +49,8 @@ def record_memory(
         snapshot = torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+    if snapshot_path is not None:
+        snapshot_path.write_bytes(pickle.dumps(snapshot))
     number = torch.cuda.current_device() if device.index is None else device.index
     samples = [(at - start, held - before) for at, held in samples_of_snapshot(snapshot, number)]
     return result, [(0.0, 0), *samples]

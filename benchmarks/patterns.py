@@ -4,6 +4,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,7 +118,7 @@ def run(
     publish(rows, columns, None)
     _summarize(rows)
     if picture is not None:
-        save_figure(plot_speedups(rows).figure, picture, dpi=120)
+        save_figure(plot_speedups(list(map(asdict, rows))).figure, picture, dpi=120)
 
 
 def _cases(tokens: int) -> list[_PatternForms]:
@@ -309,7 +310,7 @@ def _contenders(
             problem.query, problem.key, problem.value
         ):
             forward["flash"] = _flash(problem, **case.for_flash)
-    elif "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
+    if "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))
     for name, attend in forward.items():
         verify_output(problem, attend(), name=name)
@@ -317,7 +318,8 @@ def _contenders(
         forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
     if not problem.query.requires_grad:
         return {"forward": forward}
-    return {"forward": forward, "backward": _backward(problem, forward)}
+    with_backward = {name: attend for name, attend in forward.items() if name != "naive"}
+    return {"forward": forward, "backward": _backward(problem, with_backward)}
 
 
 def _backward(
@@ -356,8 +358,8 @@ def _naive(problem: Problem, visible: Tensor | None) -> Tensor:
     """Compute attention by its definition: the whole score matrix, masked."""
     assert visible is not None
     scores = problem.scale * problem.query @ problem.key.mT
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    return weights.nan_to_num(0.0) @ problem.value
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    return weights.nan_to_num(0.0).to(problem.value.dtype) @ problem.value
 
 
 def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:

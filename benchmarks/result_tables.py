@@ -20,6 +20,7 @@ Row = dict[str, Any]
 
 _PASSES = "forward", "backward", "both"
 _METHODS = ("cqs", "cqs quorums", "ring", "all-gather", "ulysses", "ulysses in two")
+_NETWORK_METHODS = "cqs", "ring", "all-gather", "ulysses", "ulysses in two", "grid"
 _HEADLINE = {
     "one GPU": "one",
     "**cqs**": "cqs",
@@ -29,6 +30,8 @@ _HEADLINE = {
     "all-gather": "all-gather",
 }
 """Labels of methods, and their names in rows."""
+_PUBLISHED_SHARES = {4: "75 %", 7: "42.87 %", 8: "50 %", 31: "19.36 %"}
+"""Longest subsequence relative to the sequence in Bian and Somani, IEEE Access 2025."""
 
 
 @cache
@@ -159,6 +162,38 @@ def peers(name: str, heads: str) -> str:
         ],
         num_labels=2,
     )  # fmt: skip
+
+
+def networks(kv_heads: int) -> str:
+    """Hosts with slow links: time by method, the predicted time, and bytes beside the plan's."""
+    found: dict[tuple[int, str, bool, str], dict[str, Row]] = {}
+    for row in rows_of("networks-cpu"):
+        if row["details"]["kv_heads"] == kv_heads:
+            kind, tokens, *_ = row["case"].split("-")
+            case = row["num_tasks"], tokens, kind == "causal", row["benchmark"]
+            found.setdefault(case, {})[row["executor"]] = row
+    table = []
+    for (number, tokens, is_causal, benchmark), methods in sorted(found.items()):
+        details = methods["cqs"]["details"]
+        cells = [
+            f"{methods[name]['median_ms']:.0f}" if name in methods else ""
+            for name in _NETWORK_METHODS
+        ]
+        table.append(
+            [
+                number,
+                f"{int(tokens):,}",
+                "causal" if is_causal else "full",
+                benchmark.removeprefix("peers "),
+                *mark_best(cells, min),
+                f"{details['predicted_ms']:.0f}",
+                f"{details['link_bytes'] / 1e6:.2f}",
+                f"{details['promised_bytes'] / 1e6:.2f}",
+            ]
+        )
+    header = ["hosts", "tokens", "attention", "passes", *(f"`{m}`" for m in _NETWORK_METHODS)]
+    header += ["`cqs` predicted", "sent, MB", "promised"]
+    return to_markdown(header, table, num_labels=4)
 
 
 def limited() -> str:
@@ -386,6 +421,58 @@ def memory() -> str:
         ],
         num_labels=0,
     )
+
+
+def memory_shares() -> dict[str, dict[int, float]]:
+    """Return the memory of a task relative to one task, by what is kept and number of tasks."""
+    kept = {
+        row["num_tasks"]: row["peak_bytes"] / row["one_bytes"]
+        for row in rows_of("report-cpu-reference")
+    }
+    fused = {row["num_tasks"]: row["peak_bytes"] for row in rows_of("memory-h200")}
+    return {
+        "scores in memory": kept,
+        "fused kernels": {number: peak / fused[1] for number, peak in fused.items()},
+    }
+
+
+def shares() -> str:
+    """Memory of a task relative to one task, with scores in memory and with fused kernels."""
+    kept, fused = memory_shares().values()
+    rows = [
+        [
+            row["num_tasks"],
+            _percent(1 / row["num_tasks"], 1),
+            _percent(kept[row["num_tasks"]], 1),
+            _percent(row["num_tasks"] ** -0.5, 1),
+            _percent(fused[row["num_tasks"]], 1) if row["num_tasks"] in fused else "",
+            _percent(row["held_tokens"] / row["tokens"], 1),
+            _PUBLISHED_SHARES.get(row["num_tasks"], ""),
+        ]
+        for row in rows_of("report-cpu-reference")
+    ]
+    header = ["W", "1/W", "scores in memory", "1/sqrt(W)", "fused kernels"]
+    return to_markdown([*header, "longest subsequence", "published"], rows, num_labels=0)
+
+
+def bottleneck() -> str:
+    """Milliseconds of a layer, and the share of attention, dense and with a pattern."""
+    found: dict[tuple[str, int], dict[bool, Row]] = {}
+    for row in rows_of("bottleneck-cpu"):
+        case = row["case"].rpartition("-")[0], row["details"]["tokens"]
+        found.setdefault(case, {})[row["executor"] == "dense"] = row
+    rows = [
+        [
+            model,
+            f"{tokens:,}",
+            *(f"{row['median_ms']:.0f}" for row in (by[True], by[False])),
+            *(_percent(row["ratio"]) for row in (by[True], by[False])),
+            f"`{by[False]['executor']}`",
+        ]
+        for (model, tokens), by in found.items()
+    ]
+    header = ["model", "tokens", "dense, ms", "pattern, ms", "attention, dense", "with pattern"]
+    return to_markdown([*header, "pattern"], rows)
 
 
 def numbers_of_tasks() -> str:
@@ -692,6 +779,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-four-gqa": partial(peers, "peers-h200-x4", "h32-kv8-d128"),
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
+    "networks": partial(networks, 8),
+    "networks-gqa": partial(networks, 2),
     "covers": covers,
     "limited": limited,
     "efficiency": efficiency,
@@ -704,6 +793,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy-float16": partial(accuracy, "float16"),
     "accuracy-bfloat16": partial(accuracy, "bfloat16"),
     "memory": memory,
+    "memory-shares": shares,
+    "bottleneck": bottleneck,
     "numbers-of-tasks": numbers_of_tasks,
     "streaming": streaming,
     "patterns-gpu": patterns_on_gpu,

@@ -47,6 +47,11 @@ NUM_TASKS = 3
 NUM_TOKENS = 32
 NUM_STEPS = 3
 """,
+    "7-bottleneck": """
+TOKEN_COUNTS = (32, 64)
+WINDOW = 8
+REPEATS = 1
+""",
 }
 """What the first cell of each is replaced by."""
 ON_RAY = {"4-on-a-cluster"}

@@ -1,39 +1,88 @@
-"""Plot of the speed-up of patterns over dense attention."""
+"""Plots of the speed-up of patterns over dense attention."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
-from cqs.plotting.figures import new_axes
+from cqs.plotting.figures import PLAIN, add_legend, new_axes
 
-if TYPE_CHECKING:
-    from cqs.report.measurement import Measurement
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of the benchmark ``patterns``, as the JSON objects of its files."""
+
+_COLORS = "#0072b2", "#d55e00"
+"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 
 
-def plot_speedups(rows: Sequence["Measurement"], axes: Any = None) -> Any:
-    """Plot the speed-up of patterns over dense attention against the sequence length.
+def plot_speedups(rows: Rows, axes: Any = None) -> Any:
+    """Plot a bar for each pattern at the longest length, the fastest on top, and dots at others.
 
     Args:
-        rows: Rows of the benchmark ``patterns``; forward passes by ``cqs`` are drawn.
+        rows: Rows of one device; forward passes by ``cqs`` are drawn.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
 
     Returns:
         The matplotlib axes.
     """
-    axes = new_axes((9, 6)) if axes is None else axes
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.executor == "cqs" and row.benchmark == "patterns forward":
-            name = row.case.rpartition("-")[0]
-            lines.setdefault(name, []).append((row.details["tokens"], 1 / row.ratio))
-    markers = "osD^v<>PX*"
-    for i, (name, points) in enumerate(lines.items()):
-        tokens, speedups = zip(*sorted(points), strict=True)
-        axes.plot(tokens, speedups, marker=markers[i // 10 % 10], color=f"C{i % 10}", label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
+    axes = new_axes((7, 6)) if axes is None else axes
+    found = _speedups(rows)
+    longest = max(tokens for speedups in found.values() for tokens in speedups)
+    names = sorted(found, key=lambda name: found[name].get(longest, 0))
+    names = [name for name in names if longest in found[name]]
+    axes.barh(names, [found[name][longest] for name in names], color=_COLORS[0], label=longest)
+    shorter = sorted({tokens for name in names for tokens in found[name]} - {longest})
+    for i, tokens in enumerate(shorter):
+        points = [(found[name][tokens], name) for name in names if tokens in found[name]]
+        shade = str(0.8 - 0.7 * i / len(shorter))
+        axes.plot(*zip(*points, strict=True), "o", ms=3.5, color=shade, label=tokens)
+    axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel(f"speed-up over {rows[0].baseline} attention")
-    axes.set_title(f"{rows[0].device}, {rows[0].dtype}")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_major_formatter(PLAIN)
+    axes.set_xlabel("times as fast as dense attention")
+    axes.set_title(f"{rows[0]['device']}, {rows[0]['dtype']}")
+    axes.legend(title="tokens", fontsize="small", loc="lower right")
     return axes
+
+
+def plot_gains(rows_of: Mapping[str, Rows], axes: Any = None) -> Any:
+    """Plot the median speed-up of all patterns against the length, with lowest and highest.
+
+    Args:
+        rows_of: Label of a device -> its rows.
+        axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+
+    Returns:
+        The matplotlib axes.
+    """
+    axes = new_axes((7, 3.2)) if axes is None else axes
+    lengths = sorted({row["details"]["tokens"] for rows in rows_of.values() for row in rows})
+    width = 0.8 / len(rows_of)
+    for i, (label, rows) in enumerate(rows_of.items()):
+        found = _speedups(rows).values()
+        places, middle, low, high = [], [], [], []
+        for place, tokens in enumerate(lengths):
+            speedups = [each[tokens] for each in found if tokens in each]
+            if speedups:
+                places.append(place + (i - (len(rows_of) - 1) / 2) * width)
+                middle.append(median(speedups))
+                low.append(middle[-1] - min(speedups))
+                high.append(max(speedups) - middle[-1])
+        axes.bar(
+            places, middle, width, yerr=(low, high), capsize=2, color=_COLORS[i], label=label,
+            error_kw={"linewidth": 0.8},
+        )  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(PLAIN)
+    axes.set_xticks(range(len(lengths)), [f"{tokens // 1024}K" for tokens in lengths])
+    axes.set(xlabel="tokens", ylabel="times as fast as dense")
+    return add_legend(axes)
+
+
+def _speedups(rows: Rows) -> dict[str, dict[int, float]]:
+    """Return the speed-up over dense attention by pattern and length."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["executor"] == "cqs" and row["benchmark"] == "patterns forward":
+            name = row["case"].rpartition("-")[0]
+            found.setdefault(name, {})[row["details"]["tokens"]] = 1 / row["ratio"]
+    return found

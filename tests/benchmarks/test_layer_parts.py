@@ -11,6 +11,7 @@ from models import make_mesh
 
 from benchmarks import block, layer_parts
 from benchmarks.__main__ import main
+from benchmarks.clock import Clock
 from benchmarks.plots.layer_parts import plot_parts
 from cqs.executors.verify import VerificationError
 from cqs.patterns import sliding_window
@@ -51,7 +52,7 @@ def test_a_layer_whose_gradients_are_not_summed_is_wrong(mesh_ranks):
 
 
 def test_a_clock_gives_each_part_its_time():
-    clock = layer_parts._Clock("cpu")
+    clock = Clock("cpu", layer_parts.PARTS)
     clock.enter("attention")
     time.sleep(0.02)
     layer_parts._as_communication(time.sleep, clock)(0.05)
