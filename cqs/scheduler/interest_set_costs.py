@@ -33,7 +33,7 @@ def compare_interest_sets(
     pattern: Any = None,
     shape: AttentionShape | None = None,
 ) -> list[InterestSetCosts]:
-    """Return the costs of all stored interest sets, in the order of :func:`load_interest_sets`.
+    """Return the costs of all stored interest sets, in the order in which they are stored.
 
     Sets of one size have the same costs if attention is neither causal nor sparse and ``num_tasks``
     divides the lengths.
