@@ -208,17 +208,8 @@ def _marked(model: nn.Module, clock: Clock) -> Iterator[None]:
     from transformers import AttentionInterface
 
     attend = AttentionInterface()[_NAME]
-
-    def marked(*arguments: Any, **options: Any) -> Any:
-        part = clock.part
-        clock.enter("attention")
-        try:
-            return attend(*arguments, **options)
-        finally:
-            clock.enter(part)
-
     with ExitStack() as stack:
-        AttentionInterface.register(_NAME, marked)
+        AttentionInterface.register(_NAME, clock.attributed(attend, "attention"))
         stack.callback(AttentionInterface.register, _NAME, attend)
         for name, module in model.named_modules():
             part = _part_of(name, module)

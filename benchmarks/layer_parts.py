@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -119,21 +118,8 @@ class _Waits(TorchDispatchMode):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # dispatched again for the plain tensors within
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            func = _as_communication(func, self.clock)
+            func = self.clock.attributed(func, "communication")
         return func(*args, **kwargs or {})
-
-
-def _as_communication(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
-    @wraps(function)
-    def marked(*arguments: Any, **options: Any) -> Any:
-        part = clock.part
-        clock.enter("communication")
-        try:
-            return function(*arguments, **options)
-        finally:
-            clock.enter(part)
-
-    return marked
 
 
 @contextmanager
@@ -145,7 +131,7 @@ def _marked(layer: HybridTransformerBlock, clock: Clock) -> Iterator[None]:
     )
     with ExitStack() as stack:
         for owner, name in waiting:
-            marked = _as_communication(getattr(owner, name), clock)
+            marked = clock.attributed(getattr(owner, name), "communication")
             stack.enter_context(patch.object(owner, name, marked))
         for module, part in ((layer.attention, "attention"), (layer.feed_forward, "feed-forward")):
 

@@ -55,7 +55,7 @@ def test_a_clock_gives_each_part_its_time():
     clock = Clock("cpu", layer_parts.PARTS)
     clock.enter("attention")
     time.sleep(0.02)
-    layer_parts._as_communication(time.sleep, clock)(0.05)
+    clock.attributed(time.sleep, "communication")(0.05)
     assert clock.part == "attention"
     clock.enter("feed-forward")
     found = clock.stop()
