@@ -22,6 +22,7 @@ BENCHMARKS = {
     "ray": "tasks on Ray actors, by parts of a run",
     "sharded": "overhead of Ray for calls on sharded sequences, and recovery from failures",
     "patterns": "sparse patterns compared with dense attention and FlexAttention",
+    "profiles": "counters of kernels by Nsight Compute",
     "packed": "plans of packed documents: planning time, balance, bytes moved",
     "streaming": "attention under a memory budget",
     "networks": "methods of context parallelism on hosts with slow links, on this machine",

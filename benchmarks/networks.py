@@ -24,7 +24,7 @@ from cqs.scheduler.cost_model import METHODS, predict
 from cqs.scheduler.machines import MACHINES, SENT, Machine
 from cqs.scheduler.workload import Workload
 
-_HEADS, _HEAD_DIM = 8, 64
+_HEADS = 8
 _NUM_HOSTS = 4, 5, 7, 8, 12, 13, 16, 21, 31
 _METHODS = "cqs,ring,all-gather,ulysses,ulysses in two,grid"
 _TOKENS = 840
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="default: 1")
     parser.add_argument("--mbit", type=float, metavar="R", help="rate of a link; default: 10 or 4")
     parser.add_argument("--kv-heads", type=parse_integers, metavar="H,H,...", help="default: 8,2")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64")
     parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
     parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
     parser.add_argument("--only", metavar="NAME,NAME", help=f"default: {_METHODS}")
@@ -58,6 +59,7 @@ def run(
     ranks_per_host: int = 1,
     mbit: float | None = None,
     kv_heads: Sequence[int] = (8, 2),
+    head_dim: int = 64,
     causal: str = "both",
     backward: str = "yes",
     repeats: int = 3,
@@ -66,7 +68,7 @@ def run(
 ) -> None:
     """Verify and time methods on hosts in network namespaces, one process for each rank.
 
-    Tensors are float32, with 8 heads of 64. The rows have the bytes that a link sent, by the
+    Tensors are float32, with 8 heads. The rows have the bytes that a link sent, by the
     counters of its interface, and those that the plan of ``cqs`` promises. They also have the time
     that the cost model predicts from the measured links.
 
@@ -76,6 +78,7 @@ def run(
         ranks_per_host: Number of ranks of every host.
         mbit: Megabits per second of a link; ``None`` means 10, or 4 for more than 20 hosts.
         kv_heads: Numbers of KV heads, 8 for as many as query heads.
+        head_dim: Dimension of a head.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
         backward: ``"yes"`` or ``"no"``: whether to time both passes too.
         repeats: Number of repeats.
@@ -99,12 +102,19 @@ def run(
         length = tokens or chunks * max(_TOKENS // chunks, 1)
         with Hosts([rate] * number, ranks_per_host) as network:
             network.run(
-                _measure, length, cases, backward == "yes", repeats, only.split(","), rate, out
+                _measure,
+                (length, head_dim),
+                cases,
+                backward == "yes",
+                repeats,
+                only.split(","),
+                rate,
+                out,
             )
 
 
 def _measure(
-    tokens: int,
+    size: tuple[int, int],
     cases: Sequence[tuple[int, bool]],
     with_gradients: bool,
     repeats: int,
@@ -112,11 +122,11 @@ def _measure(
     rate: float,
     out: str | None,
 ) -> None:
-    """Measure all cases on one rank."""
+    """Measure all cases on one rank; ``size`` is the number of tokens and ``head_dim``."""
     dist.init_process_group("gloo")
     rows: list[Measurement] = []
     for kv_heads, is_causal in cases:
-        drawn = draw(tokens, _HEADS, kv_heads, _HEAD_DIM, torch.device("cpu"))
+        drawn = draw(size[0], _HEADS, kv_heads, size[1], torch.device("cpu"))
         problem = check_problem(*drawn[:3], is_causal=is_causal)
         found = measure(
             dist.group.WORLD,

@@ -45,13 +45,17 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _BLOCK = 128
+_BLOCK_SPARSE_TOKENS = 16_384
+"""Most tokens for which the scores of all live blocks are kept in memory."""
+_SLACK = {"naive": 2.0, "block-sparse": 2.0}
+"""Factor on the tolerance of computations that round the scores to the dtype of the tensors."""
 _NAIVE_TOKENS = 8192
 """Most tokens for which the whole score matrix is also computed, with a mask."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
-class _PatternForms(NamedTuple):
+class PatternForms(NamedTuple):
     """One pattern in the form that each library takes."""
 
     name: str
@@ -59,6 +63,8 @@ class _PatternForms(NamedTuple):
     mask: MaskFunction
     for_flash: Mapping[str, Any] | None = None
     """Arguments of ``flash_attn_func``, or with ``ends`` of ``flash_attn_varlen_func``."""
+    layout: Tensor | None = None
+    """Live blocks, if every block is live or masked as a whole."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +101,7 @@ def run(
     if picture is not None:
         check_picture(picture)
     parts = only.split(",") if only else [""]
-    names = [case.name for case in _cases(1024) if any(part in case.name for part in parts)]
+    names = [case.name for case in make_forms(1024) if any(part in case.name for part in parts)]
     if not names:
         raise ValueError(f"only must name patterns, got {only!r}")
     rows: list[Measurement] = []
@@ -121,8 +127,9 @@ def run(
         save_figure(plot_speedups(list(map(asdict, rows))).figure, picture, dpi=120)
 
 
-def _cases(tokens: int) -> list[_PatternForms]:
-    found: list[_PatternForms] = []
+def make_forms(tokens: int) -> list[PatternForms]:
+    """Return the patterns of the benchmark for a sequence length."""
+    found: list[PatternForms] = []
     for share in (10, 25, 50):
         side = round(tokens * (1 - math.sqrt(1 - share / 100)))
         found += [
@@ -131,28 +138,28 @@ def _cases(tokens: int) -> list[_PatternForms]:
         ]
     for step in (2, 4, 8, 16):
         found.append(
-            _PatternForms(f"every-{step}", dilated(tokens, tokens, step), _every_mask(step))
+            PatternForms(f"every-{step}", dilated(tokens, tokens, step), _every_mask(step))
         )
     for stride in (128, 512):
         found += [
-            _PatternForms(f"strided-{stride}", strided(stride), _strided_mask(stride)),
-            _PatternForms(f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
+            PatternForms(f"strided-{stride}", strided(stride), _strided_mask(stride)),
+            PatternForms(f"fixed-{stride}", fixed(stride, 8), _fixed_mask(stride, 8)),
         ]
     found += [
-        _PatternForms(
+        PatternForms(
             "block-diagonal-512",
             block_diagonal(512),
             lambda b, h, q, k: q // 512 == k // 512,
             {"ends": [*range(0, tokens + 1, 512)]},
         ),
-        _PatternForms("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
+        PatternForms("longformer-512-64", longformer(512, 64), _longformer_mask(256, 64)),
     ]
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(1, tokens, (31,), generator=generator).sort().values.tolist()
     number = torch.bucketize(torch.arange(tokens), torch.tensor(ends), right=True)
     ends = [0, *ends, tokens]
     found.append(
-        _PatternForms(
+        PatternForms(
             "documents-32",
             documents(ends),
             _documents_mask(_there(number)),
@@ -163,20 +170,20 @@ def _cases(tokens: int) -> list[_PatternForms]:
         birds = bigbird(block=_BLOCK, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         in_blocks = bigbird(block=1, window_blocks=3, global_blocks=2, random_blocks=3, seed=0)
         layout = torch.from_numpy(in_blocks.to_mask(blocks))
-        found.append(_PatternForms("bigbird-128", birds, _layout_mask(_there(layout))))
+        mask = _layout_mask(_there(layout))
+        found.append(PatternForms("bigbird-128", birds, mask, layout=layout))
         for share in (10, 25, 50):
             layout = torch.rand(blocks, blocks, generator=generator) < share / 100
             layout.fill_diagonal_(True)
             pattern = block_sparse(layout, _BLOCK)
-            found.append(
-                _PatternForms(f"random-blocks-{share}", pattern, _layout_mask(_there(layout)))
-            )
+            mask = _layout_mask(_there(layout))
+            found.append(PatternForms(f"random-blocks-{share}", pattern, mask, layout=layout))
     return found
 
 
-def _window_case(name: str, left: int, right: int) -> _PatternForms:
+def _window_case(name: str, left: int, right: int) -> PatternForms:
     mask = _window_mask(left, right)
-    return _PatternForms(name, sliding_window(left, right), mask, {"window_size": (left, right)})
+    return PatternForms(name, sliding_window(left, right), mask, {"window_size": (left, right)})
 
 
 def _window_mask(left: int, right: int) -> MaskFunction:
@@ -220,11 +227,11 @@ def _measure_length(
 
     On a CPU the slow computations that do not depend on the pattern are timed once.
     """
-    tensors = _draw(tokens)
+    tensors = draw_tensors(tokens)
     on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
     repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
     known: dict[str, list[float]] = {}
-    for case in _cases(tokens):
+    for case in make_forms(tokens):
         if case.name not in names:
             continue
         pairs = case.pattern.bind(tokens).num_pairs
@@ -282,7 +289,7 @@ def _summarize(rows: list[Measurement]) -> None:
             )
 
 
-def _draw(tokens: int) -> tuple[Tensor, ...]:
+def draw_tensors(tokens: int) -> tuple[Tensor, ...]:
     """Draw query, key and value; on a GPU they require gradients."""
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
@@ -300,12 +307,14 @@ def _slow(tokens: int) -> tuple[str, ...]:
 
 
 def _contenders(
-    problem: Problem, case: _PatternForms, known: Container[str] = ()
+    problem: Problem, case: PatternForms, known: Container[str] = ()
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return the verified computations of each pass, except those that are known."""
     forward: dict[str, Callable[[], Tensor]] = {"cqs": lambda: _attend(problem)}
     if problem.query.requires_grad:
         forward["flex"] = _flex(problem, case.mask)
+        if case.layout is not None and problem.query.shape[2] <= _BLOCK_SPARSE_TOKENS:
+            forward["block-sparse"] = _block_sparse(problem, case.layout)
         if case.for_flash and not BACKENDS["flash"].why_not(
             problem.query, problem.key, problem.value
         ):
@@ -313,12 +322,12 @@ def _contenders(
     if "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         forward["naive"] = lambda: _naive(problem, visible_mask(problem))
     for name, attend in forward.items():
-        verify_output(problem, attend(), name=name)
+        verify_output(problem, attend(), name=name, slack=_SLACK.get(name, 1.0))
     if "dense" not in known:
         forward["dense"] = lambda: _dense(problem.query, problem.key, problem.value)
     if not problem.query.requires_grad:
         return {"forward": forward}
-    with_backward = {name: attend for name, attend in forward.items() if name != "naive"}
+    with_backward = {name: attend for name, attend in forward.items() if name not in _SLACK}
     return {"forward": forward, "backward": _backward(problem, with_backward)}
 
 
@@ -387,6 +396,13 @@ def _flash(problem: Problem, ends: list[int] | None = None, **options: Any) -> C
     options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), int(lengths.diff().max()))
     packed = [tensor[0] for tensor in tensors]
     return lambda: flash_attn_varlen_func(*packed, **options)[0][None].transpose(1, 2)
+
+
+def _block_sparse(problem: Problem, layout: Tensor) -> Callable[[], Tensor]:
+    from benchmarks.block_sparse import make
+
+    tensors = [each.detach() for each in (problem.query, problem.key, problem.value)]
+    return make(tensors, layout, _BLOCK)
 
 
 def _make_block_mask(mask: MaskFunction, tokens: int, device: torch.device) -> "BlockMask":

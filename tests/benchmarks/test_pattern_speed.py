@@ -12,7 +12,7 @@ from benchmarks.cases import visible_mask
 from cqs.problem import check_problem
 
 TOKENS = 1024
-FOUND = {case.name: case for case in patterns._cases(TOKENS)}
+FOUND = {case.name: case for case in patterns.make_forms(TOKENS)}
 EVERY_PATTERN = pytest.mark.parametrize("name", FOUND)
 
 
@@ -36,6 +36,16 @@ def test_block_mask_is_that_of_pytorch(name):
         for row, number in enumerate(getattr(ours, numbers)[0, 0]):
             found = (getattr(each, places)[0, 0, row, :number] for each in (ours, expected))
             assert torch.equal(*(each.sort().values for each in found))
+
+
+def test_block_sparse_kernels_attend_to_the_blocks_of_the_pattern(one_thread):
+    pytest.importorskip("triton")
+    case = FOUND["bigbird-128"]
+    tensors = (torch.randn(1, 1, TOKENS, 16) for _ in range(3))
+    problem = check_problem(*tensors, pattern=case.pattern)
+    expected = patterns._naive(problem, visible_mask(problem))
+    found = patterns._block_sparse(problem, case.layout)()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_passes_of_all_contenders_agree(monkeypatch):

@@ -167,7 +167,7 @@ def check_within(group, case, dtype, cuts, factors, device):
     for factor in factors:
         options = {"max_bytes": factor * least}
         check_tracks_exact(group, case, dtype, cuts, options, device)
-        first, second = (bits(group, case, cuts, options, device) for _ in range(2))
+        first, second = (bits(group, case, cuts, options, device, dtype) for _ in range(2))
         assert all(map(torch.equal, first, second))
 
 

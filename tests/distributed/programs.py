@@ -141,9 +141,9 @@ def check_tracks_exact(group, case, dtype, cuts, options, device="cpu"):
         assert_tracks_exact(*each, slack=4, name=name)
 
 
-def bits(group, case, cuts, options, device="cpu"):
+def bits(group, case, cuts, options, device="cpu", dtype=torch.float32):
     """Return output and gradients as they are."""
-    found, *_ = run(group, case, torch.float32, cuts, options, device)
+    found, *_ = run(group, case, dtype, cuts, options, device)
     return [each.detach().cpu() for each in found]
 
 

@@ -120,7 +120,7 @@ def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
 def test_gpus_track_exact(gpu_ranks, is_causal, dtype):
     number = torch.cuda.device_count()
     case = Case("gpus", 1100, 1100, 8, 2, head_dim=64, is_causal=is_causal)
-    for position, joint in (("front", (77, 77)), ("rear", (None, 13)), ("front", (1, 1))):
+    for position, joint in (("front", (77, 77)), ("rear", (None, 13)), ("front", (number, number))):
         cuts = cut([1100 - (each or 0) for each in joint], number, 1)
         options = case, cuts, joint, position, dtype, "cuda"
         gpu_ranks.run(number, check_joint_tracks_exact, *options)
