@@ -212,14 +212,17 @@ def limited() -> str:
     )  # fmt: skip
 
 
-def peers_best() -> str:
-    """Milliseconds of every method with the fastest kernels."""
+def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> str:
+    """Milliseconds of every method, and before them of one GPU if ``one`` names it."""
     methods = ["cqs", "ring", "all-gather", "ulysses", "torch"]
     rows = []
-    for label, passes, of_case in _cases(rows_of("peers-h200-x2-best"), "h16-kv16-d128-best"):
-        one, *cells = (f"{of_case[name]['median_ms']:.1f}" for name in ("one", *methods))
-        rows.append([label, passes, one, *mark_best(cells, min)])
-    header = ["tokens", "pass", "one", *(f"`{method}`" for method in methods)]
+    for label, passes, of_case in _cases(rows_of(name), heads):
+        cells = [
+            f"{of_case[method]['median_ms']:.{digits}f}" if method in of_case else ""
+            for method in (*one, *methods)
+        ]
+        rows.append([label, passes, *cells[: len(one)], *mark_best(cells[len(one) :], min)])
+    header = ["tokens", "pass", *one, *(f"`{method}`" for method in methods)]
     return to_markdown(header, rows, num_labels=2)
 
 
@@ -455,17 +458,17 @@ def shares() -> str:
     return to_markdown([*header, "longest subsequence", "published"], rows, num_labels=0)
 
 
-def bottleneck() -> str:
+def bottleneck(name: str, digits: int) -> str:
     """Milliseconds of a layer, and the share of attention, dense and with a pattern."""
     found: dict[tuple[str, int], dict[bool, Row]] = {}
-    for row in rows_of("bottleneck-cpu"):
+    for row in rows_of(name):
         case = row["case"].rpartition("-")[0], row["details"]["tokens"]
         found.setdefault(case, {})[row["executor"] == "dense"] = row
     rows = [
         [
             model,
             f"{tokens:,}",
-            *(f"{row['median_ms']:.0f}" for row in (by[True], by[False])),
+            *(f"{row['median_ms']:.{digits}f}" for row in (by[True], by[False])),
             *(_percent(row["ratio"]) for row in (by[True], by[False])),
             f"`{by[False]['executor']}`",
         ]
@@ -607,6 +610,20 @@ def layer_parts() -> str:
                 table.append([layer, mesh, step, *parts, peak])
     header = ["layer", "sequence x tensor", "step", "attention", "feed-forward", "waiting", "rest"]
     return to_markdown([*header, "MiB of a rank"], table, num_labels=2)
+
+
+def layer_lengths() -> str:
+    """Milliseconds of a step of a layer on four GPUs, by length and mesh."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows_of("block-h100-x4"):
+        layer, tokens, _ = row["case"].split("-", 2)
+        mesh = row["executor"].partition(" ")[2].replace("x", " x ")
+        found.setdefault((layer, int(tokens)), {})[mesh] = f"{row['median_ms']:.1f}"
+    table = [
+        [layer, f"{tokens:,}", *mark_best(list(meshes.values()), min)]
+        for (layer, tokens), meshes in found.items()
+    ]
+    return to_markdown(["layer", "tokens", *next(iter(found.values()))], table, num_labels=2)
 
 
 def sharded() -> str:
@@ -774,9 +791,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-two": partial(peers, "peers-h200-x2", "h16-kv16-d128"),
     "peers-two-gqa": partial(peers, "peers-h200-x2", "h32-kv8-d128"),
     "peers-two-32-heads": partial(peers, "peers-h200-x2", "h32-kv32-d128"),
-    "peers-two-flash": peers_best,
-    "peers-four": partial(peers, "peers-h200-x4", "h16-kv16-d128"),
-    "peers-four-gqa": partial(peers, "peers-h200-x4", "h32-kv8-d128"),
+    "peers-two-flash": partial(
+        peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)
+    ),
+    "peers-four": partial(peer_times, "peers-h100-x4", "h16-kv16-d128", (), 2),
+    "peers-four-gqa": partial(peer_times, "peers-h100-x4", "h32-kv8-d128", (), 2),
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
     "networks": partial(networks, 8),
@@ -794,12 +813,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy-bfloat16": partial(accuracy, "bfloat16"),
     "memory": memory,
     "memory-shares": shares,
-    "bottleneck": bottleneck,
+    "bottleneck": partial(bottleneck, "bottleneck-cpu", 0),
+    "bottleneck-gpu": partial(bottleneck, "bottleneck-h100", 1),
     "numbers-of-tasks": numbers_of_tasks,
     "streaming": streaming,
     "patterns-gpu": patterns_on_gpu,
     "patterns-cpu": patterns_on_cpu,
     "layer-parts": layer_parts,
+    "layer-lengths": layer_lengths,
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),
     "sharded": sharded,
