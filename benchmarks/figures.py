@@ -32,9 +32,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _case_study() -> Any:
-    """Return the figure of the published case study on an H200."""
+    """Return the figure of the published case study on an H100."""
     names = {field.name for field in fields(CaseRow)}
-    rows = [{name: row[name] for name in names & row.keys()} for row in rows_of("memory-h200")]
+    rows = [{name: row[name] for name in names & row.keys()} for row in rows_of("memory-h100")]
     return plot_study([CaseRow(**row) for row in rows])
 
 

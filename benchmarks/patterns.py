@@ -320,7 +320,8 @@ def _contenders(
         ):
             forward["flash"] = _flash(problem, **case.for_flash)
     if "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
-        forward["naive"] = lambda: _naive(problem, visible_mask(problem))
+        visible = visible_mask(problem)
+        forward["naive"] = lambda: _naive(problem, visible)
     for name, attend in forward.items():
         verify_output(problem, attend(), name=name, slack=_SLACK.get(name, 1.0))
     if "dense" not in known:

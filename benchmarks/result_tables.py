@@ -166,14 +166,14 @@ def peers(name: str, heads: str) -> str:
 
 def networks(kv_heads: int) -> str:
     """Hosts with slow links: time by method, the predicted time, and bytes beside the plan's."""
-    found: dict[tuple[int, str, bool, str], dict[str, Row]] = {}
+    found: dict[tuple[int, str, str, bool, str], dict[str, Row]] = {}
     for row in rows_of("networks-cpu"):
         if row["details"]["kv_heads"] == kv_heads:
-            kind, tokens, *_ = row["case"].split("-")
-            case = row["num_tasks"], tokens, kind == "causal", row["benchmark"]
+            kind, tokens, *_, head_dim = row["case"].split("-")
+            case = row["num_tasks"], tokens, head_dim, kind == "causal", row["benchmark"]
             found.setdefault(case, {})[row["executor"]] = row
     table = []
-    for (number, tokens, is_causal, benchmark), methods in sorted(found.items()):
+    for (number, tokens, head_dim, is_causal, benchmark), methods in sorted(found.items()):
         details = methods["cqs"]["details"]
         cells = [
             f"{methods[name]['median_ms']:.0f}" if name in methods else ""
@@ -182,7 +182,7 @@ def networks(kv_heads: int) -> str:
         table.append(
             [
                 number,
-                f"{int(tokens):,}",
+                f"{int(tokens):,} x {head_dim[1:]}",
                 "causal" if is_causal else "full",
                 benchmark.removeprefix("peers "),
                 *mark_best(cells, min),
@@ -191,7 +191,8 @@ def networks(kv_heads: int) -> str:
                 f"{details['promised_bytes'] / 1e6:.2f}",
             ]
         )
-    header = ["hosts", "tokens", "attention", "passes", *(f"`{m}`" for m in _NETWORK_METHODS)]
+    header = ["hosts", "tokens x head_dim", "attention", "passes"]
+    header += [f"`{method}`" for method in _NETWORK_METHODS]
     header += ["`cqs` predicted", "sent, MB", "promised"]
     return to_markdown(header, table, num_labels=4)
 
@@ -249,23 +250,20 @@ def efficiency() -> str:
 
 
 def efficiency_ranges() -> str:
-    """Lowest and highest efficiency over all measured cases."""
+    """Lowest and highest efficiency on two GPUs over all measured cases."""
     rows = []
-    for number, count in (("two", 2), ("four", 4)):
-        for passes in ("forward", "both" if count == 2 else "backward"):
-            cells = [f"{number}, {passes}"]
-            for method in ("ring", "cqs", "cqs quorums"):
-                values = [
-                    100 * row["details"]["efficiency"]
-                    for row in find_rows(
-                        rows_of(f"peers-h200-x{count}"),
-                        benchmark=f"peers {passes}",
-                        executor=method,
-                    )
-                ]
-                cells.append(f"{min(values):.0f} to {max(values):.0f} %")
-            rows.append(cells)
-    return to_markdown(["", "ring", "`cqs`", "quorums alone"], rows)
+    for passes in ("forward", "both"):
+        cells = [passes]
+        for method in ("ring", "cqs", "cqs quorums"):
+            values = [
+                100 * row["details"]["efficiency"]
+                for row in find_rows(
+                    rows_of("peers-h200-x2"), benchmark=f"peers {passes}", executor=method
+                )
+            ]
+            cells.append(f"{min(values):.0f} to {max(values):.0f} %")
+        rows.append(cells)
+    return to_markdown(["pass", "ring", "`cqs`", "quorums alone"], rows)
 
 
 def fit() -> str:
@@ -407,9 +405,11 @@ def accuracy(dtype: str) -> str:
 
 
 def memory() -> str:
-    """Memory and time of the longest task of the published case study."""
+    """Memory and time of the longest task of the published case study: first and last length."""
+    rows = rows_of("memory-h100")
+    lengths = rows[0]["tokens"], rows[-1]["tokens"]
     return to_markdown(
-        ["N", "W", "longest subsequence", "MiB", "to predicted", "ms", "to the whole"],
+        ["N", "W", "longest subsequence", "MiB", "measured / predicted", "ms", "time / W = 1"],
         [
             [
                 f"{row['tokens']:,}",
@@ -420,7 +420,8 @@ def memory() -> str:
                 f"{row['median_ms']:#.3g}",
                 f"{row['ratio']:#.3g}",
             ]
-            for row in rows_of("memory-h200")
+            for row in rows
+            if row["tokens"] in lengths
         ],
         num_labels=0,
     )
@@ -432,7 +433,7 @@ def memory_shares() -> dict[str, dict[int, float]]:
         row["num_tasks"]: row["peak_bytes"] / row["one_bytes"]
         for row in rows_of("report-cpu-reference")
     }
-    fused = {row["num_tasks"]: row["peak_bytes"] for row in rows_of("memory-h200")}
+    fused = {row["num_tasks"]: row["peak_bytes"] for row in rows_of("memory-h100")}
     return {
         "scores in memory": kept,
         "fused kernels": {number: peak / fused[1] for number, peak in fused.items()},
@@ -476,6 +477,37 @@ def bottleneck(name: str, digits: int) -> str:
     ]
     header = ["model", "tokens", "dense, ms", "pattern, ms", "attention, dense", "with pattern"]
     return to_markdown([*header, "pattern"], rows)
+
+
+def block_sparse() -> str:
+    """Milliseconds of patterns of blocks, forward, by the kernels that compute them."""
+    found: dict[str, dict[str, str]] = {}
+    for row in find_rows(rows_of("patterns-h100"), benchmark="patterns forward"):
+        name = row["case"].rpartition("-")[0]
+        found.setdefault(name, {})[row["executor"]] = f"{row['median_ms']:.3f}"
+    columns = "cqs", "flex", "block-sparse", "dense"
+    table = [
+        [name, *mark_best([by[column] for column in columns], min)] for name, by in found.items()
+    ]
+    header = ["pattern", "`cqs`", "FlexAttention", "three block-sparse kernels", "dense"]
+    return to_markdown(header, table)
+
+
+def profiles() -> str:
+    """Counters of the kernels of a call that multiply matrices."""
+    rows = [row for row in rows_of("profiles-h100") if row["details"]["tensor_percent"] > 1]
+    header = ["pattern", "kernel", "us", "tensor cores", "issue slots", "L2", "L2 hits", "memory"]
+    names = "tensor", "issue", "l2", "l2_hit", "memory"
+    table = [
+        [
+            f"`{row['case'].rpartition('-')[0]}`",
+            f"`{row['executor']}`",
+            f"{1e3 * row['median_ms']:.0f}",
+            *(f"{row['details'][f'{name}_percent']:.0f} %" for name in names),
+        ]
+        for row in rows
+    ]
+    return to_markdown(header, table, num_labels=2)
 
 
 def numbers_of_tasks() -> str:
@@ -791,9 +823,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-two": partial(peers, "peers-h200-x2", "h16-kv16-d128"),
     "peers-two-gqa": partial(peers, "peers-h200-x2", "h32-kv8-d128"),
     "peers-two-32-heads": partial(peers, "peers-h200-x2", "h32-kv32-d128"),
-    "peers-two-flash": partial(
-        peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)
-    ),
+    "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)),
     "peers-four": partial(peer_times, "peers-h100-x4", "h16-kv16-d128", (), 2),
     "peers-four-gqa": partial(peer_times, "peers-h100-x4", "h32-kv8-d128", (), 2),
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
@@ -815,6 +845,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory-shares": shares,
     "bottleneck": partial(bottleneck, "bottleneck-cpu", 0),
     "bottleneck-gpu": partial(bottleneck, "bottleneck-h100", 1),
+    "block-sparse": block_sparse,
+    "profiles": profiles,
     "numbers-of-tasks": numbers_of_tasks,
     "streaming": streaming,
     "patterns-gpu": patterns_on_gpu,
