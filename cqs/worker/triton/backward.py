@@ -45,6 +45,7 @@ def row_statistics(
     value_dim,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    IN_BLOCKS_OF: tl.constexpr,
 ):
     """Write the statistics that the gradients require, for some queries of one head.
 
@@ -64,6 +65,8 @@ def row_statistics(
         value_dim: Number of columns of the output.
         BLOCK_ROWS: Rows of a program.
         BLOCK_V: value_dim, rounded up to a power of two.
+        IN_BLOCKS_OF: Rows of a block, if the statistics of blocks alternate in memory, else 0. In
+            blocks they are negative, and those of rows beyond the last are -inf and 0.
     """
     rows = (tl.program_id(0) % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -82,8 +85,16 @@ def row_statistics(
     # Probabilities exp2(score - lse) are 0 in rows without a live pair, and NaN in rows with a
     # score of +inf, as in PyTorch.
     log2 = tl.where(log2 == float("inf"), float("nan"), log2)
-    tl.store(lse_log2 + place, tl.where(log2 == float("-inf"), float("inf"), log2), mask=exist)
-    tl.store(delta + place, tl.sum(out * grad, 1), mask=exist)
+    log2 = tl.where(log2 == float("-inf"), float("inf"), log2)
+    deltas = tl.sum(out * grad, 1)
+    if IN_BLOCKS_OF:
+        num_padded = num_blocks * BLOCK_ROWS
+        place = head * 2 * num_padded + rows // IN_BLOCKS_OF * IN_BLOCKS_OF + rows
+        tl.store(lse_log2 + place, tl.where(exist, -log2, float("-inf")))
+        tl.store(delta + place, -deltas)
+    else:
+        tl.store(lse_log2 + place, log2, mask=exist)
+        tl.store(delta + place, deltas, mask=exist)
 
 
 @triton.jit(

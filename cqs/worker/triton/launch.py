@@ -2,29 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import pad
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial, merge_rows
 from cqs.problem.scores import add_sinks
 from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands, with_positive_scale
-from cqs.worker.triton.backward import key_gradients, query_gradients, row_statistics
+from cqs.worker.triton.backward import key_gradients, query_gradients
 from cqs.worker.triton.counters import new_counter
+from cqs.worker.triton.descriptors import describe
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
+from cqs.worker.triton.rectangle_launch import (
+    gradients_of_rectangle,
+    num_items_of_rectangle,
+    takes_rectangle_kernel,
+)
+from cqs.worker.triton.statistics_launch import launch_row_statistics
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
@@ -35,8 +38,6 @@ from cqs.worker.triton.tiles import (
 )
 from cqs.worker.work import Work
 
-_STATISTICS_ROWS = 32
-"""Rows of a program of ``row_statistics``."""
 _MIN_BLOCKS_TO_WAIT = 768
 """Blocks of keys of a tile from which programs wait for each other: 98,304 keys.
 
@@ -132,7 +133,8 @@ def gradients_of_block_rows(
 ) -> Sequence[Tensor]:
     """Compute the gradients of all block rows' live pairs.
 
-    There are two launches for each pair of steps: one for queries, one for keys and values.
+    There are two launches for each pair of steps: one for queries, one for keys and values. Large
+    rectangles on Hopper GPUs take one launch instead, see :mod:`rectangle_launch`.
 
     Args:
         operands: Tensors and options; float16, bfloat16 or float32.
@@ -149,8 +151,11 @@ def gradients_of_block_rows(
     query, key, value, work, scale, *_ = operands
     _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
-    statistics = _row_statistics(grad_output, output, lse)
     tiles = _choose_tiles(operands, is_backward=True)
+    if tiles.on_hopper and into is None and takes_rectangle_kernel(operands):
+        (num_programs,) = _persistent(num_items_of_rectangle(key), query.device)
+        return gradients_of_rectangle(operands, grad_output, output, lse, dtype, num_programs)
+    statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(
         likes: Sequence[Tensor], kernels: tuple[Launcher, Launcher], *sizes: int
@@ -190,7 +195,6 @@ def gradients_of_block_rows(
 _FORWARD_KERNELS = Launcher(attend_tiles), Launcher(attend_tiles_on_hopper)
 _QUERY_KERNELS = Launcher(query_gradients), Launcher(query_gradients_on_hopper)
 _KEY_KERNELS = Launcher(key_gradients), Launcher(key_gradients_on_hopper)
-_ROW_STATISTICS = Launcher(row_statistics)
 
 
 class _Tiles(NamedTuple):
@@ -251,26 +255,6 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
     table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
     rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
-
-
-def _row_statistics(grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``lse_log2`` and ``delta`` of ``row_statistics``, float32 in the shape of ``lse``."""
-    lse_log2, delta = (lse.new_empty(lse.shape) for _ in range(2))
-
-    def make(output: Tensor, grad_output: Tensor, *of_rows: Tensor) -> Arguments:
-        batch, num_heads, num_rows, value_dim = output.shape
-        num_blocks = triton.cdiv(num_rows, _STATISTICS_ROWS)
-        numbers = num_blocks, num_heads, num_rows, value_dim
-        strides = output.stride(), grad_output.stride()
-        blocks = {
-            "BLOCK_ROWS": _STATISTICS_ROWS,
-            "BLOCK_V": triton.next_power_of_2(value_dim),
-        }
-        grid = (num_blocks * batch * num_heads,)
-        return grid, (output, grad_output, *of_rows, *strides, *numbers), blocks
-
-    _ROW_STATISTICS.launch((output, grad_output, lse.contiguous(), lse_log2, delta), make)
-    return lse_log2, delta
 
 
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
@@ -429,12 +413,12 @@ def _launch(
         sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
         of_queries, of_keys = sides[::-1] if tiles_are_keys else sides
         descriptors = [
-            _describe(query, *of_queries, tiles),
-            _describe(key, *of_keys, tiles),
-            _describe(value, *of_keys, tiles),
+            describe(query, *of_queries, on_hopper=tiles.on_hopper),
+            describe(key, *of_keys, on_hopper=tiles.on_hopper),
+            describe(value, *of_keys, on_hopper=tiles.on_hopper),
         ]
         if grad_output is not None:
-            descriptors.append(_describe(others[0], *of_queries, tiles))
+            descriptors.append(describe(others[0], *of_queries, on_hopper=tiles.on_hopper))
             others = others[1:]
         written, added = others[: len(tensors)], list(others[len(tensors) :])
         of_slopes = None if slopes is None else added.pop(0)
@@ -495,45 +479,3 @@ def _term_tensors(operands: TaskOperands) -> tuple[Tensor | None, Tensor | None]
     if bias is not None:
         bias = bias.expand(*query.shape[:3], key.shape[2])
     return slopes, bias
-
-
-def _describe(tensor: Tensor, step: int, rows: int, tiles: _Tiles) -> Any:
-    """Describe a tensor for TMA as ``[batch, heads, step, rows / step, dim]``.
-
-    The third dimension is the residue: a block is ``rows`` tokens of one head, ``step`` apart.
-
-    Args:
-        tensor: ``[batch, heads, rows, dim]``; copied if TMA cannot read it.
-        step: Tokens between two rows of a block.
-        rows: Number of rows of a block.
-        tiles: The tiles, which tell whether Triton or Gluon reads the description.
-    """
-    if tensor.shape[2] % step:  # every residue must have as many rows
-        tensor = pad(tensor, (0, 0, 0, -tensor.shape[2] % step))
-    # TMA requires addresses and strides that 16 bytes divide, and a last stride of 1.
-    align = 16 // tensor.element_size()
-    outer = [s for n, s in zip(tensor.shape[:3], tensor.stride(), strict=False) if n > 1]
-    if (
-        tensor.stride(3) != 1
-        or any(stride % align or stride <= 0 for stride in outer)
-        or tensor.data_ptr() % 16
-    ):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    batch, num_heads, num_rows, dim = tensor.shape
-    of_batch, of_head, of_row, _ = tensor.stride()
-    shape = [batch, num_heads, step, num_rows // step, dim]
-    strides = [of_batch, of_head, of_row, of_row * step, 1]
-    # Strides of dimensions of size 1 are never used, but are checked too.
-    strides[:4] = [s if n > 1 else align for n, s in zip(shape, strides[:4], strict=False)]
-    block = [1, 1, 1, rows, triton.next_power_of_2(dim)]
-    if not tiles.on_hopper:
-        return TensorDescriptor(tensor, shape, strides, block)
-    layout = _shared_layout(tuple(block), tensor.dtype)
-    return GluonDescriptor(tensor, shape, strides, block, layout)
-
-
-@lru_cache(maxsize=64)
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the layout of a block in shared memory, with the swizzling that wgmma reads."""
-    of_element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(block), of_element)
