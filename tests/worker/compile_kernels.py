@@ -26,7 +26,7 @@ from cqs.problem.dropout import Dropout
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import make_plan
 from cqs.worker.operands import TaskOperands
-from cqs.worker.triton import launch
+from cqs.worker.triton import launch, rectangle_launch
 from cqs.worker.work import make_work
 
 TOKENS = 384
@@ -90,6 +90,28 @@ def compile_both_passes(
     run_twice(run, is_prepared=dropout is None)
 
 
+def compile_rectangle(
+    dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int, *, is_causal: bool
+) -> None:
+    launch._is_for_hopper = lambda query, value: True
+    queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
+    steps = make_plan(seqlen_q, seqlen_kv, num_tasks=1, is_causal=is_causal).task(0).steps
+    work = make_work(steps, None, queries, keys)
+
+    def run() -> list[Tensor]:
+        query = torch.randn(1, 4, seqlen_q, head_dim, dtype=dtype)
+        key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
+        output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
+        operands = TaskOperands(query, key, value, work, 0.1)
+        assert rectangle_launch.takes_rectangle_kernel(operands)
+        gradients = launch.gradients_of_block_rows(
+            operands, grad_output, output, lse, dtype=dtype if is_causal else None
+        )
+        return [query, key, value, output, grad_output, lse, *gradients]
+
+    run_twice(run)
+
+
 def compile_row_copies(dtype: torch.dtype) -> None:
     schedule = tuple(RowCopy(i, 0, 64, 128, 0, 1, 1) for i in range(2))
 
@@ -137,6 +159,10 @@ def compile_for_hopper() -> None:
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
     for head_dim, pattern in ((64, irregular), (128, window), (128, streams), (128, irregular)):
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
+    for head_dim in (64, 128):
+        for is_causal in (False, True):
+            compile_rectangle(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
+            compile_rectangle(torch.float16, head_dim, 300, 333, is_causal=is_causal)
     capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
     both = replace(slanted, softcap=50.0)
     for terms in (capped, slanted, both):

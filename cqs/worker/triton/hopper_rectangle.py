@@ -96,7 +96,7 @@ def _async_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def _reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """Return shared memory with another shape and layout; the method depends on Triton's version."""
+    """Return memory with another shape and layout; the method depends on Triton's version."""
     method = getattr(memory, "reinterpret", None) or memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 
@@ -482,7 +482,7 @@ def _own_layout(columns):
 
 @gluon.jit
 def _live(layout: gl.constexpr, distance):
-    """Return which pairs of 64 keys and a block are below the diagonal, bool ``[keys, queries]``."""
+    """Return which pairs of 64 keys and a block are live, bool ``[keys, queries]``."""
     keys = gl.arange(0, TILE_KEYS // 2, gl.SliceLayout(1, layout)) - distance
     queries = gl.arange(0, BLOCK_QUERIES, gl.SliceLayout(0, layout))
     return gl.expand_dims(queries, 0) >= gl.expand_dims(keys, 1)
@@ -569,8 +569,8 @@ def _add_products(
     dq = warpgroup_mma(ds_1, halves.index(2 + half), dq, is_async=True)
     acc_k = warpgroup_mma(grad_s, q, acc_k, is_async=True)
     dq, acc_v, p_operand = warpgroup_mma_wait(1, [dq, acc_v, p_operand])
-    # The buffer is free when the writer of the visit BUFFERS before has read it. On new barriers the
-    # wait returns at once, because -1 >> 1 and -2 >> 1 are odd.
+    # The buffer is free when the writer of the visit BUFFERS before has read it. On new barriers
+    # the wait returns at once, because -1 >> 1 and -2 >> 1 are odd.
     before = i - BUFFERS
     mbarrier.wait(dq_free.index(before & 1), before >> 1 & 1)
     own: gl.constexpr = _own_layout(COLUMNS)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
+from cqs.patterns.views import View
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton.descriptors import describe
 from cqs.worker.triton.hopper_rectangle import (
@@ -38,6 +39,8 @@ _STAGES = {64: 4, 128: 3}
 """Blocks of queries in shared memory, by columns."""
 _BUFFERS = {64: 2, 128: 1}
 """Blocks of dQ in shared memory, by columns. With 128, a second one would take a stage's place."""
+_QUERIES: int = BLOCK_QUERIES.value
+_KEYS: int = TILE_KEYS.value
 _COLUMNS_OF_SUMS = 256
 """Columns of the descriptor of the sums of dQ, the most that the TMA unit copies at once."""
 
@@ -69,28 +72,43 @@ def is_causal_rectangle(work: Work, num_queries: int, num_keys: int) -> bool | N
     """Return whether the work is causal, or ``None`` if it is not one dense or causal rectangle.
 
     A causal rectangle is aligned at the end: query i sees keys up to ``i + num_keys -
-    num_queries``.
+    num_queries``. Its first queries may see no key.
 
     Args:
         work: The work of any tasks.
         num_queries: Number of rows of the query tensor, all of which a rectangle has.
         num_keys: Number of rows of the key tensor, all of which a rectangle has.
     """
-    if len(work.block_rows) != 1 or len(work.block_rows[0].views) != 1:
+    if len(work.block_rows) != 1:
         return None
-    (view,) = work.block_rows[0].views
-    if (view.queries, view.keys) != (range(num_queries), range(num_keys)):
+    ((queries, views),) = work.block_rows
+    views = tuple(sorted(views, key=lambda view: view.keys.start))
+    stop = 0
+    for view in views:
+        are_adjacent = view.keys == range(stop, view.keys.stop) and len(view.keys) > 0
+        if not are_adjacent or view.queries != queries or not queries:
+            return None
+        stop = view.keys.stop
+    if stop != num_keys:
         return None
-    if not view.queries or not view.keys or view.is_full:
-        return False if view.queries and view.keys else None
-    sees_all_before = view.low <= 1 - num_queries and view.bits is None
-    return True if sees_all_before and view.high == num_keys - num_queries else None
+    if queries == range(num_queries) and all(view.is_full for view in views):
+        return False
+    high = num_keys - num_queries
+    sees_keys = queries == range(max(-high, 0), num_queries)
+    return True if sees_keys and all(_is_below(view, high) for view in views) else None
+
+
+def _is_below(view: View, high: int) -> bool:
+    """Return whether the live pairs are all with ``key - query <= high``."""
+    nearest, farthest = view.keys[0] - view.queries[-1], view.keys[-1] - view.queries[0]
+    is_cut_there = view.high == high or farthest <= min(view.high, high)
+    return view.bits is None and view.low <= nearest and is_cut_there
 
 
 def num_items_of_rectangle(key: Tensor) -> int:
     """Return the number of tiles of all KV heads of ``[batch, num_kv_heads, rows, head_dim]``."""
     batch, num_kv_heads, num_keys, _ = key.shape
-    return batch * num_kv_heads * triton.cdiv(num_keys, TILE_KEYS.value)
+    return batch * num_kv_heads * -(-num_keys // _KEYS)
 
 
 def gradients_of_rectangle(
@@ -120,7 +138,7 @@ def gradients_of_rectangle(
     query, key, value, work, scale, *_ = operands
     batch, num_heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
-    block = BLOCK_QUERIES.value
+    block = _QUERIES
     heads, num_blocks = batch * num_heads, triton.cdiv(num_queries, block)
     is_causal = bool(is_causal_rectangle(work, num_queries, num_keys))
     offset = num_keys - num_queries
@@ -145,7 +163,7 @@ def gradients_of_rectangle(
         sums: Tensor,
         *written: Tensor,
     ) -> Arguments:
-        half = TILE_KEYS.value // 2
+        half = _KEYS // 2
         descriptors = [
             describe(query, 1, block, on_hopper=True),
             describe(key, 1, half, on_hopper=True),
@@ -159,7 +177,7 @@ def gradients_of_rectangle(
         together = num_kv_heads if is_causal else min(_TOGETHER, num_kv_heads)
         numbers = (
             num_kv_heads,
-            triton.cdiv(num_keys, TILE_KEYS.value),
+            triton.cdiv(num_keys, _KEYS),
             num_blocks,
             num_keys,
             heads // num_kv_heads,
@@ -172,7 +190,7 @@ def gradients_of_rectangle(
         constants = {
             "BLOCK_D": head_dim,
             "IS_CAUSAL": is_causal,
-            "IS_RAGGED": num_keys % TILE_KEYS.value != 0,
+            "IS_RAGGED": num_keys % _KEYS != 0,
             "STAGES": _STAGES[head_dim],
             "BUFFERS": _BUFFERS[head_dim],
             "num_warps": 4,
