@@ -29,7 +29,7 @@ _HEAD_DIMS = (64, 128)
 _MIN_HEADS, _MIN_KEYS = 4, 65536
 """Query heads of all batch elements, or keys, from which the kernel is used.
 
-With one head of 16K tokens it is slower than the other kernels: too few tiles are independent."""
+With one head of 16K tokens it is slower than the other kernels."""
 _TOGETHER = 4
 """KV heads whose tiles alternate in the queue without a causal mask; with one all do.
 
