@@ -33,7 +33,8 @@ class Prediction(NamedTuple):
     """Bytes that the device receives; with causal attention some devices send more."""
     peak_bytes: float
     """Peak memory in bytes, besides the shard and the scratch of kernels: buffers, results, and in
-    a backward pass also the tensors that the forward pass saved and all gradients."""
+    a backward pass also the tensors that the forward pass saved and all gradients. Scratch includes
+    float32 sums of the gradient of queries, which kernels of one dense or causal block use."""
     head_parallel: int = 1
     """Head-parallel degree; the devices of one head group share the tokens."""
     kind: Kind | None = None

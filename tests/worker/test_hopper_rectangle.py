@@ -10,14 +10,18 @@ from torch import Tensor
 import cqs
 from cqs.patterns import causal, dilated, sliding_window, strided
 from cqs.scheduler import make_plan
+from cqs.worker.memory import measure_peak_bytes
 from cqs.worker.operands import TaskOperands
 from cqs.worker.work import make_work
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 from cqs.worker.triton import TRITON, launch, rectangle_launch
 from cqs.worker.triton.hopper_rectangle import place_of_item
 from cqs.worker.triton.rectangle_launch import is_causal_rectangle
+from cqs.worker.triton.statistics_launch import launch_row_statistics
 
 
 def plan_work(seqlen_q, seqlen_kv, *, num_tasks=1, **options):
@@ -123,6 +127,21 @@ def test_any_number_of_programs_finishes(order, num_programs):
                 turns[blocks.pop(0)] += 1
         assert turns.total() > before  # some program has made progress
         running = [item for item in running if item[1]]
+
+
+@pytest.mark.skipif(not knobs.runtime.interpret, reason="requires Triton's interpreter")
+def test_statistics_in_blocks_are_negative_and_padded():
+    generator = torch.Generator().manual_seed(0)
+    output, grad_output = (torch.randn(2, 3, 70, 16, generator=generator) for _ in range(2))
+    lse = torch.randn(2, 3, 70, generator=generator)
+    lse[0, 1, 2], lse[1, 2, 69] = -torch.inf, torch.inf
+    of_rows = launch_row_statistics(grad_output, output, lse)
+    of_blocks = launch_row_statistics(grad_output, output, lse, in_blocks_of=64)
+    for rows, blocks, padding in zip(of_rows, of_blocks, (-torch.inf, 0.0), strict=True):
+        assert blocks.shape == (6, 2, 64)
+        found = blocks.reshape(2, 3, 128)
+        torch.testing.assert_close(found[:, :, :70], -rows, rtol=0, atol=0, equal_nan=True)
+        assert (found[:, :, 70:] == padding).all()
 
 
 # On a GPU
@@ -283,6 +302,24 @@ def test_a_cuda_graph_gives_bitwise_equal_gradients(is_causal, calls):
         torch.cuda.synchronize()
         assert all(map(torch.equal, expected, found))
     assert len(calls) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scratch_memory_is_as_documented(dim, calls):
+    """docs/kernels.md: sums of dQ, 8 bytes per query and head, 4 per block; the state has 128."""
+    *tensors, grad_output = make_tensors(8, 1000, kv_heads=2, dim=dim)
+    operands, answer = forward(*tensors, is_causal=True)
+
+    def compute() -> list[Tensor]:
+        return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
+
+    compute()
+    _, peak_bytes = measure_peak_bytes(compute, grad_output.device)
+    num_blocks = 8 * 16
+    of_blocks = num_blocks * (64 * dim * 4 + 64 * 8 + 4) + 128
+    assert calls
+    assert peak_bytes == sum(tensor.nbytes for tensor in tensors) + of_blocks
 
 
 @pytest.mark.gpu
