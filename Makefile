@@ -10,7 +10,7 @@ PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-scri
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
 	@echo "make quick         the fast tests: no Ray, no GPU (under 2 minutes)"
-	@echo "make test          every test except the large samples (under 10 minutes on 2 cores)"
+	@echo "make test          every test except the large samples (about 45 minutes on 2 cores)"
 	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
 	@echo "make judge         published tests of other projects: SUITES='onnx_attention ...' or all"

@@ -178,12 +178,40 @@ def _predict(method: str, problem: Problem, passes: str) -> dict[str, float]:
 
 
 def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
-    """Return the bytes that a host sends by the plan of cqs: the mean, and the largest."""
-    num_ranks, per_host, shape = _num_ranks(), ranks_per_host(None), _shape(problem)
-    marks = [problem.query.shape[2] * rank // num_ranks for rank in range(num_ranks + 1)]
+    """Return the bytes that links carry by the plan of cqs, see :func:`promise`."""
+    seqlen = problem.query.shape[2]
+    options = {"is_causal": problem.is_causal, "with_gradients": with_gradients}
+    return promise(seqlen, _num_ranks(), _shape(problem), _hosts(), **options)
+
+
+def promise(
+    seqlen: int,
+    num_ranks: int,
+    shape: AttentionShape,
+    machine: Machine,
+    *,
+    is_causal: bool,
+    with_gradients: bool,
+) -> dict[str, float]:
+    """Return the bytes that links carry by the plan of cqs.
+
+    Args:
+        seqlen: Number of tokens, of which ranks have equal shards.
+        num_ranks: Number of ranks.
+        shape: Heads of the problem.
+        machine: The hosts, with ``devices_per_node`` ranks each.
+        is_causal: Whether attention is causal.
+        with_gradients: Whether to count the backward pass too.
+
+    Returns:
+        What a host sends, as a mean and as the most; and "busiest_bytes", the most that a link
+        carries in one direction in the forward pass, plus the same of the backward pass.
+    """
+    marks = [seqlen * rank // num_ranks for rank in range(num_ranks + 1)]
     lengths = tuple(b - a for a, b in pairwise(marks))
-    machine = _hosts()
-    of_hosts = [0] * (num_ranks // per_host)
+    per_host = int(machine.devices_per_node)
+    # Bytes of every host: sent and received, forward, and sent and received, backward.
+    carried = torch.zeros(num_ranks // per_host, 2, 2, dtype=torch.float64)
     for rank in range(num_ranks):
         layout = lay_out(
             lengths,
@@ -192,7 +220,7 @@ def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
             shape,
             head_parallel="auto",
             num_chunks=None,
-            is_causal=problem.is_causal,
+            is_causal=is_causal,
             pattern=None,
             plan=None,
             tile=1,
@@ -208,14 +236,26 @@ def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
         def away(numbers: Sequence[int], host: int = rank // per_host) -> int:
             return sum(n for other, n in enumerate(numbers) if other // per_host != host)
 
-        of_queries, of_keys = layout.of_queries, layout.of_keys
-        sent = away(of_queries.lengths) * queries + away(of_keys.lengths) * keys
-        sent += away(layout.of_results.receives) * merged
+        routes = layout.of_queries, layout.of_keys, layout.of_results
+        # Inputs follow a route, and what a rank computes returns along it.
+        (q_out, q_in), (k_out, k_in), (r_out, r_in) = (
+            (away(route.lengths), away(route.receives)) for route in routes
+        )
+        forward = q_out * queries + k_out * keys + r_in * merged
+        received = q_in * queries + k_in * keys + r_out * merged
+        backward = received_backward = 0
         if with_gradients:
-            sent += away(of_queries.lengths) * with_output
-            sent += away(of_queries.receives) * queries + away(of_keys.receives) * keys
-        of_hosts[rank // per_host] += sent
-    return {"promised_bytes": sum(of_hosts) / len(of_hosts), "most_promised_bytes": max(of_hosts)}
+            backward = q_out * with_output + q_in * queries + k_in * keys
+            received_backward = q_in * with_output + q_out * queries + k_out * keys
+        carried[rank // per_host] += torch.tensor(
+            [[forward, received], [backward, received_backward]], dtype=torch.float64
+        )
+    sent = carried[:, :, 0].sum(1)
+    return {
+        "promised_bytes": float(sent.mean()),
+        "most_promised_bytes": float(sent.max()),
+        "busiest_bytes": float(carried.amax((0, 2)).sum()),
+    }
 
 
 def _shape(problem: Problem) -> AttentionShape:

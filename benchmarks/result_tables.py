@@ -183,7 +183,7 @@ def networks(kv_heads: int) -> str:
             [
                 number,
                 f"{int(tokens):,} x {head_dim[1:]}",
-                "causal" if is_causal else "full",
+                "causal" if is_causal else "non-causal",
                 benchmark.removeprefix("peers "),
                 *mark_best(cells, min),
                 f"{details['predicted_ms']:.0f}",

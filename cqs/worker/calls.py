@@ -59,6 +59,8 @@ class Call(NamedTuple):
     """Whether the view is a causal square."""
     number: int = 1
     stride: int = 0
+    mask: Tensor | None = None
+    """Live pairs of a view with bits, bool ``[queries, keys]``; ``None`` if they are not kept."""
 
     def places(self, batch: int, group_size: int) -> Iterator[_Place | None]:
         """List the batched calls; ``None`` is one call for all batch elements and heads."""
@@ -108,7 +110,8 @@ class Call(NamedTuple):
         """Return the mask of live pairs, bool ``[queries, keys]``, or None if no mask is needed."""
         if self.is_causal or self.view.is_full:
             return None
-        return torch.from_numpy(self.view.to_mask()).to(device)
+        mask = torch.from_numpy(self.view.to_mask()) if self.mask is None else self.mask
+        return mask.to(device)
 
 
 @lru_cache(maxsize=32)
@@ -151,7 +154,8 @@ def _as_one(block_row: BlockRow, calls: list[Call]) -> list[Call]:
         at = view.moved(-queries.start, -keys.start)
         rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
         mask[rows, columns] |= view.to_mask()
-    return [Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))]
+    view = View(queries, keys, bits=np.packbits(mask, axis=-1))
+    return [Call(view, mask=torch.from_numpy(mask))]
 
 
 def is_one_call(queries: range, calls: Sequence[tuple[Call, bool]]) -> bool:

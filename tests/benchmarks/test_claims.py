@@ -1,11 +1,16 @@
 """What pages say in words about rows of methods of context parallelism."""
 
+import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import fitting
+from benchmarks.networks import promise
 from benchmarks.result_tables import RESULTS, rows_of
+from cqs.scheduler import AttentionShape
+from cqs.scheduler.machines import MACHINES
 
 pytestmark = pytest.mark.slow
 
@@ -122,3 +127,37 @@ def test_four_gpus_are_predicted_from_two(each_fit_once):
     assert machine.latency == pytest.approx(38e-6, abs=5e-7)
     long = [row for row in measured if row.case.tokens >= 2**16]
     assert max(abs(row.ratio(machine) - 1) for row in long) < 0.1
+
+
+def test_hosts_with_slow_links():
+    cases = defaultdict(dict)
+    for row in rows_of("networks-cpu"):
+        cases[row["num_tasks"], row["case"], row["benchmark"]][row["executor"]] = row
+    assert len(cases) == 72
+    for (num_hosts, name, benchmark), methods in cases.items():
+        for row in methods.values():
+            if "predicted_ms" in row["details"]:
+                assert 0.87 < row["details"]["predicted_ms"] / row["median_ms"] < 1.135
+        ours, case = methods.pop("cqs"), (num_hosts, name, benchmark)
+        assert ours["median_ms"] < 1.0265 * min(row["median_ms"] for row in methods.values()), case
+        details = ours["details"]
+        assert 1.0 < details["link_bytes"] / details["promised_bytes"] < 1.0305, case
+        planned = promised_bytes(num_hosts, name, benchmark, details["mbit"])
+        assert planned["promised_bytes"] == pytest.approx(details["promised_bytes"])
+        for other in ("ring", "all-gather"):
+            of_times = methods[other]["median_ms"] / ours["median_ms"]
+            of_bytes = methods[other]["details"]["link_bytes"] / planned["busiest_bytes"]
+            assert of_times > 0.85 * of_bytes, case
+
+
+def promised_bytes(num_hosts, name, benchmark, mbit):
+    kind, *sizes = re.fullmatch(r"(\w+)-(\d+)-h(\d+)-kv(\d+)-d(\d+)", name).groups()
+    tokens, heads, kv_heads, head_dim = map(int, sizes)
+    return promise(
+        tokens,
+        num_hosts,
+        AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=4),
+        replace(MACHINES["CPU"], devices_per_node=1, between=mbit * 1e6 / 8, latency=2e-3),
+        is_causal=kind == "causal",
+        with_gradients=benchmark.endswith("both"),
+    )
