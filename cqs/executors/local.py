@@ -17,9 +17,10 @@ from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
 from cqs.worker import CallBackend, HeldTokens, TaskBackend, Worker
 from cqs.worker.backend import Backend
-from cqs.worker.calls import attend_call, lse_for_gradients
+from cqs.worker.calls import Call, attend_call, is_one_call, lse_for_gradients, make_calls
 from cqs.worker.memory import memory_of
 from cqs.worker.operands import Operands
+from cqs.worker.work import make_work
 
 
 class LocalExecutor:
@@ -44,7 +45,7 @@ class LocalExecutor:
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
-            call = _single_call(problem, work, worker.chosen)
+            call = _single_call(problem, plan, work, worker.chosen)
             held = [] if call else list(map(HeldTokens.whole, tensors))
             if call is not None:
                 partial = attend_call(*call)
@@ -82,7 +83,7 @@ class LocalExecutor:
         steps = (work := _work_of(plan)).steps
         worker = Worker.of(problem, backend, steps)
         try:
-            if (call := _single_call(problem, work, worker.chosen)) is not None:
+            if (call := _single_call(problem, plan, work, worker.chosen)) is not None:
                 chosen, operands = call
                 lse = lse_for_gradients(answer.lse)
                 return Gradients(*chosen.differentiate(operands, grad_output, answer.output, lse))
@@ -119,23 +120,44 @@ def _work_of(plan: Plan) -> _Work:
     return _Work(steps, steps[0].causal_keys is not None if is_whole else None)
 
 
+@lru_cache(maxsize=64)
+def _masked_call(plan: Plan) -> Call | None:
+    """Return the call with a mask that computes all tasks of a plan, or None if several do."""
+    steps = _work_of(plan).steps
+    queries, keys = range(plan.seqlen_q), range(plan.seqlen_kv)
+    if len(steps) != 1:
+        return None
+    pattern = plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+    (calls,) = make_calls(make_work(steps, pattern, (queries,), (keys,)), joins_calls=True)
+    if not is_one_call(queries, calls):
+        return None
+    call, _ = calls[0]
+    return call if call.mask is not None and call.view.keys == keys else None
+
+
 def _single_call(
-    problem: Problem, work: _Work, chosen: Backend | None
+    problem: Problem, plan: Plan, work: _Work, chosen: Backend | None
 ) -> tuple[CallBackend, Operands] | None:
     """Return the backend and the operands if one call computes the problem, else None."""
+    is_square, terms = work.is_square, None
     if (
-        work.is_square is None
+        (is_square is None and plan.pattern is None)
         or problem.dropout is not None
         or not isinstance(chosen, CallBackend)
         or problem.key.shape[2] < chosen.least_keys
     ):
         return None
     tensors = problem.query, problem.key, problem.value
-    terms = None
+    if is_square is None:
+        masked = _masked_call(plan) if chosen.joins_calls and problem.terms is None else None
+        if masked is None:
+            return None
+        visible = masked.visible(problem.query.device)
+        return chosen, Operands(*tensors, is_causal=False, scale=problem.scale, visible=visible)
     if problem.terms is not None:
         lengths = problem.query.shape[2], problem.key.shape[2]
         terms = problem.terms.of_pairs(problem.query.device, *([range(n)] for n in lengths))
-    return chosen, Operands(*tensors, work.is_square, problem.scale, terms=terms)
+    return chosen, Operands(*tensors, is_square, problem.scale, terms=terms)
 
 
 def _together(problem: Problem, plan: Plan) -> tuple[Step, ...]:

@@ -1,5 +1,6 @@
 """Which query-key pairs of a call attend: patterns, causal masks and ``attn_mask``."""
 
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -69,9 +70,19 @@ def check_pattern(
         ValueError: ``pattern`` is for other lengths, heads or batch elements.
         NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
     """
-    if pattern is None or pattern == sliding_window(None, None):
+    if pattern is None:
         return is_causal, None
     check_is_pattern(pattern)
+    return _intersect(pattern, is_causal, sizes)
+
+
+@lru_cache(maxsize=64)
+def _intersect(
+    pattern: Pattern, is_causal: bool, sizes: tuple[int, ...]
+) -> tuple[bool, Pattern | None]:
+    """Return the result of :func:`check_pattern`."""
+    if pattern == sliding_window(None, None):
+        return is_causal, None
     if pattern == causal():
         return True, None
     for name, has, needed in zip(("batch", "num_heads"), sizes, pattern.heads, strict=False):

@@ -17,6 +17,7 @@ from cqs.worker.operands import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ZEROS = {dtype: torch.zeros((), dtype=dtype) for dtype in _DTYPES}
 _BLOCK = 32
 """The kernel processes queries in blocks of 32, 64 or 256 rows."""
 _LEAST_ROWS = 4
@@ -160,7 +161,7 @@ def _addend(operands: Operands, num_padding: int) -> Tensor | None:
     num_queries, num_keys = query.shape[2], key.shape[2]
     if terms is None:
         assert visible is not None
-        addend = torch.where(visible, query.new_zeros(()), -torch.inf)
+        addend = torch.where(visible, _ZEROS[query.dtype], -torch.inf)
     else:
         addend = terms.addend().expand(-1, -1, num_queries, num_keys)
         if visible is not None:
