@@ -29,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cqs
 from benchmarks.cases import Case
+from cqs.executors.ray.pool import Calls
+from cqs.executors.ray.tasks.run import _Merges, _Tasks
 from cqs.patterns import causal, per_head, sliding_window
 from cqs.worker import BACKENDS
 
@@ -273,6 +275,33 @@ def test_ray_tasks_are_exact(cluster):
             cluster.submit(*tensors, scores=scores)
         with pytest.raises(ValueError, match=rf"scores\.{name} must not require gradients"):
             cluster.attention(cluster.shard(*tensors), scores=scores)
+
+
+@pytest.mark.ray
+def test_a_bias_has_its_gradient_if_merges_are_answered_before_tasks(monkeypatch):
+    collect, held_of = Calls.collect, {}
+
+    def late(calls):
+        """Yield the answers, those of tasks when no merge is pending."""
+        held = held_of.setdefault(calls, [])
+        works = [work for queue in calls.queues.values() for work in queue.values()]
+        if held and not any(isinstance(work, _Merges) for work in works):
+            yield held.pop(0)
+            return
+        for answer in collect(calls):
+            if answer.failure is None and isinstance(answer.keys[0], _Tasks):
+                held.append(answer)
+            else:
+                yield answer
+
+    problem = CASE.make(torch.float64)
+    drawn = Drawn(problem, random.Random(0), ["bias"])
+    drawn.bias, drawn.has_bias_gradient = (1, problem.key.shape[2]), True
+    with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
+        tasks = partial(cluster.attention, num_tasks=5)
+        exact = expected(problem, drawn)
+        monkeypatch.setattr(Calls, "collect", late)
+        assert_equal(compute_by(tasks, problem, drawn), exact)
 
 
 @pytest.mark.ray

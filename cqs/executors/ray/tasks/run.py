@@ -192,11 +192,16 @@ class Run:
         self._feed()
         if all(info.device == "cpu" for info in self._pool.infos):  # fast GPUs would wait
             self._job.touch_results()
-        while self._merges:
+        while self._merges or self._lacks_sums():
             self._calls.check()
             self._feed()
             for _ in map(self._process, self._calls.collect()):  # no variable keeps an answer
                 pass
+
+    def _lacks_sums(self) -> bool:
+        """Return whether gradients of score terms are missing: merges may be answered before."""
+        terms = self._job.problem.terms
+        return terms is not None and bool(terms.sums) and len(self._sums) < len(self._tasks)
 
     def _end(self) -> None:
         """Let GPUs free what they keep; wait if actors access memory of this process.
