@@ -467,3 +467,10 @@ def test_a_call_takes_few_python_calls(monkeypatch, num_tasks, most):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # in an uncompiled program
     tensors = [torch.randn(1, 4, 256, 64) for _ in range(3)]
     assert python_calls(lambda: cqs.attention(*tensors, num_tasks=num_tasks)) <= most
+
+
+def test_a_short_call_with_a_pattern_takes_few_python_calls(monkeypatch):
+    """One call of the kernel with a mask, which is made once."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # in an uncompiled program
+    tensors, pattern = [torch.randn(1, 4, 128, 64) for _ in range(3)], sliding_window(32, 32)
+    assert python_calls(lambda: cqs.attention(*tensors, pattern=pattern)) <= 72
