@@ -263,7 +263,7 @@ def _slice(partial: Partial, start: int, stop: int) -> Partial:
 
 
 def merges_in_loops(output: Tensor) -> bool:
-    """Return whether compiled loops merge the rows of ``output``, on a CPU; the bits are equal."""
+    """Return whether compiled loops merge the rows of ``output``, on a CPU."""
     return output.is_cpu and output.numel() >= _LEAST_ELEMENTS
 
 
