@@ -90,12 +90,20 @@ def compile_both_passes(
     run_twice(run, is_prepared=dropout is None)
 
 
-def compile_rectangle(
-    dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int, *, is_causal: bool
+def compile_rectangles(
+    dtype: torch.dtype,
+    head_dim: int,
+    seqlen_q: int,
+    seqlen_kv: int,
+    *,
+    is_causal: bool,
+    num_tasks: int = 1,
 ) -> None:
     launch._is_for_hopper = lambda query, value: True
+    rectangle_launch._PAIRS_OF_LAUNCH = 0.0
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
-    steps = make_plan(seqlen_q, seqlen_kv, num_tasks=1, is_causal=is_causal).task(0).steps
+    plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
+    steps = tuple(step for task in plan.tasks for step in task.steps)
     work = make_work(steps, None, queries, keys)
 
     def run() -> list[Tensor]:
@@ -103,7 +111,7 @@ def compile_rectangle(
         key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
         output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
         operands = TaskOperands(query, key, value, work, 0.1)
-        assert rectangle_launch.takes_rectangle_kernel(operands)
+        assert rectangle_launch.takes_rectangle_kernel(operands, 1)
         gradients = launch.gradients_of_block_rows(
             operands, grad_output, output, lse, dtype=dtype if is_causal else None
         )
@@ -161,8 +169,9 @@ def compile_for_hopper() -> None:
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
     for head_dim in (64, 128):
         for is_causal in (False, True):
-            compile_rectangle(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
-            compile_rectangle(torch.float16, head_dim, 300, 333, is_causal=is_causal)
+            compile_rectangles(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
+            compile_rectangles(torch.float16, head_dim, 300, 333, is_causal=is_causal)
+            compile_rectangles(torch.bfloat16, head_dim, 300, 333, is_causal=is_causal, num_tasks=2)
     capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
     both = replace(slanted, softcap=50.0)
     for terms in (capped, slanted, both):
@@ -193,6 +202,6 @@ if __name__ == "__main__":
 
     JITFunction.run = bind_and_count
     launch.new_counter = lambda device: torch.zeros(4, dtype=torch.int32)
-    launch._persistent = lambda num_items, device: (num_items,)
+    launch._num_processors = lambda device: 132
     launch._is_tuned_for = lambda query: target == 90
     compile_for_hopper() if target == 90 else compile_for_others()

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import groupby
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from triton import knobs
 
 from cqs.worker.triton import TRITON, launch, rectangle_launch
 from cqs.worker.triton.hopper_rectangle import place_of_item
-from cqs.worker.triton.rectangle_launch import is_causal_rectangle
+from cqs.worker.triton.rectangle_launch import Rectangle, rectangles_of
 from cqs.worker.triton.statistics_launch import launch_row_statistics
 
 
@@ -42,12 +43,16 @@ LENGTHS = pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1000), (1000, 
     [({}, False), ({"is_causal": True}, True), ({"pattern": causal()}, True)],
     ids=["full", "causal", "pattern"],
 )
-def test_plans_of_one_task_are_rectangles(lengths, options, is_causal):
-    assert is_causal_rectangle(plan_work(*lengths, **options), *lengths) is is_causal
+def test_plans_of_one_task_are_one_rectangle(lengths, options, is_causal):
+    (rectangle,) = rectangles_of(plan_work(*lengths, **options))
+    assert rectangle.keys == range(lengths[1])
+    assert rectangle.queries.stop == lengths[0]
+    assert rectangle.is_causal is is_causal
 
 
 def test_a_causal_query_that_sees_all_keys_is_a_dense_rectangle():
-    assert is_causal_rectangle(plan_work(1, 700, is_causal=True), 1, 700) is False
+    work = plan_work(1, 700, is_causal=True)
+    assert rectangles_of(work) == (Rectangle(range(1), range(700), is_causal=False),)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +62,41 @@ def test_a_causal_query_that_sees_all_keys_is_a_dense_rectangle():
         {"pattern": sliding_window(100, 0)},
         {"pattern": dilated(500, 500, 2)},
         {"pattern": strided(16)},
-        {"num_tasks": 2},
-        {"num_tasks": 7, "is_causal": True},
+        {"pattern": sliding_window(100, 0), "num_tasks": 3},
     ],
     ids=str,
 )
-def test_patterns_and_several_tasks_are_no_rectangles(options):
-    assert is_causal_rectangle(plan_work(1000, 1000, **options), 1000, 1000) is None
+def test_patterns_are_no_rectangles(options):
+    assert rectangles_of(plan_work(1000, 1000, **options)) is None
 
 
-def test_a_rectangle_has_all_rows_of_the_tensors():
-    work = plan_work(1000, 1000)
-    assert is_causal_rectangle(work, 1001, 1000) is None
-    assert is_causal_rectangle(work, 1000, 1001) is None
+def mask_of(rectangle):
+    """Return the live pairs of a rectangle, bool ``[queries, keys]``."""
+    queries, keys, is_causal = rectangle
+    mask = torch.ones(len(queries), len(keys), dtype=torch.bool)
+    return mask.tril(len(keys) - len(queries)) if is_causal else mask
+
+
+@LENGTHS
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("num_tasks", [2, 3, 7, 8, 13])
+def test_rectangles_of_several_tasks_have_every_pair_once(lengths, is_causal, num_tasks):
+    rectangles = rectangles_of(plan_work(*lengths, num_tasks=num_tasks, is_causal=is_causal))
+    count = torch.zeros(lengths, dtype=torch.int64)
+    for rectangle in rectangles:
+        queries, keys, _ = rectangle
+        count[queries.start : queries.stop, keys.start : keys.stop] += mask_of(rectangle)
+    expected = torch.ones(lengths, dtype=torch.int64)
+    assert torch.equal(count, expected.tril(lengths[1] - lengths[0]) if is_causal else expected)
+    groups = [rectangle.queries for rectangle in rectangles]
+    assert len(list(groupby(groups))) == len(set(groups))  # a group is written at once
+
+
+@LENGTHS
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_the_number_of_pairs_decides_within_rounding(lengths, is_causal):
+    rectangle = Rectangle(*map(range, lengths), is_causal)
+    assert abs(rectangle.num_pairs - mask_of(rectangle).sum()) <= sum(lengths)
 
 
 ORDERS = [
@@ -181,9 +208,10 @@ def calls(monkeypatch):
         made.append(args)
         return compute(*args)
 
-    compute = rectangle_launch.gradients_of_rectangle
-    monkeypatch.setattr(launch, "gradients_of_rectangle", count)
+    compute = rectangle_launch.gradients_of_rectangles
+    monkeypatch.setattr(launch, "gradients_of_rectangles", count)
     monkeypatch.setattr(rectangle_launch, "_MIN_HEADS", 1)
+    monkeypatch.setattr(rectangle_launch, "_PAIRS_OF_LAUNCH", -1e12)  # whatever the sizes
     return made
 
 
@@ -215,22 +243,24 @@ def exact_gradients(query, key, value, grad_output, scale, is_causal):
     return torch.autograd.grad(weights @ values, leaves, grad_output.double())
 
 
-def forward(query, key, value, is_causal, scale=None):
+def forward(query, key, value, is_causal, scale=None, num_tasks=1):
     """Return the operands, the output and the LSE."""
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    work = plan_work(query.shape[2], key.shape[2], is_causal=is_causal)
+    lengths = query.shape[2], key.shape[2]
+    work = plan_work(*lengths, is_causal=is_causal, num_tasks=num_tasks)
     operands = TaskOperands(query, key, value, work, scale)
     return operands, TRITON.attend(operands, is_united=True)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 7])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_near_float64(name, is_causal, calls):
+def test_gradients_are_near_float64(name, is_causal, num_tasks, calls):
     case = dict(CASES[name])
     scale, dtype = case.pop("scale", None), case.pop("gradient_dtype", case.get("dtype", BF16))
     *tensors, grad_output = make_tensors(**case)
-    operands, answer = forward(*tensors, is_causal, scale)
+    operands, answer = forward(*tensors, is_causal, scale, num_tasks)
     found = TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
     expected = exact_gradients(*tensors, grad_output, operands.scale, is_causal)
     assert len(calls) == 1
@@ -265,10 +295,11 @@ def test_a_masked_value_that_is_not_finite_reaches_no_query(calls):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tasks", [1, 3])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gradients_are_deterministic(is_causal, calls, monkeypatch):
+def test_gradients_are_deterministic(is_causal, num_tasks, calls, monkeypatch):
     *tensors, grad_output = make_tensors(16, 4096)
-    operands, answer = forward(*tensors, is_causal)
+    operands, answer = forward(*tensors, is_causal, num_tasks=num_tasks)
 
     def compute() -> list[Tensor]:
         return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
@@ -276,16 +307,17 @@ def test_gradients_are_deterministic(is_causal, calls, monkeypatch):
     first = compute()
     for number in range(100):
         programs = (132, 131, 97, 64, 33)[number % 5]
-        monkeypatch.setattr(launch, "_persistent", lambda *_, programs=programs: (programs,))
+        monkeypatch.setattr(launch, "_num_processors", lambda _, programs=programs: programs)
         assert all(map(torch.equal, first, compute()))
     assert len(calls) == 101
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tasks", [1, 3])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_a_cuda_graph_gives_bitwise_equal_gradients(is_causal, calls):
+def test_a_cuda_graph_gives_bitwise_equal_gradients(is_causal, num_tasks, calls):
     *tensors, grad_output = make_tensors(4, 1000)
-    operands, answer = forward(*tensors, is_causal)
+    operands, answer = forward(*tensors, is_causal, num_tasks=num_tasks)
 
     def compute() -> list[Tensor]:
         return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
@@ -331,7 +363,7 @@ def test_scratch_memory_is_as_documented(dim, calls):
         ({"scores": cqs.Scores(softcap=20.0)}, False),
         ({"dropout_p": 0.5, "seed": 0}, False),
         ({"pattern": sliding_window(64, 64)}, False),
-        ({"num_tasks": 4}, False),
+        ({"num_tasks": 4}, True),
     ],
     ids=str,
 )
@@ -340,7 +372,7 @@ def test_attention_uses_the_kernel_where_it_applies(options, is_used, calls):
     leaves = [tensor.requires_grad_() for tensor in tensors]
     options = {"num_tasks": 1, "backend": "triton", **options}
     torch.autograd.grad(cqs.attention(*leaves, **options), leaves, grad_output)
-    assert len(calls) == is_used
+    assert bool(calls) == is_used
 
 
 @pytest.mark.gpu
@@ -348,5 +380,16 @@ def test_one_short_head_has_the_other_kernels(calls, monkeypatch):
     monkeypatch.undo()
     *tensors, grad_output = make_tensors(1, 512)
     operands, _ = forward(*tensors, is_causal=False)
-    assert not rectangle_launch.takes_rectangle_kernel(operands)
-    assert rectangle_launch.takes_rectangle_kernel(forward(*make_tensors(4, 512)[:3], False)[0])
+    assert not rectangle_launch.takes_rectangle_kernel(operands, 132)
+    operands, _ = forward(*make_tensors(4, 512)[:3], is_causal=False)
+    assert rectangle_launch.takes_rectangle_kernel(operands, 132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "is_used"), [(32_768, True), (2048, False)])
+def test_several_rectangles_are_used_if_they_are_large(tokens, is_used, calls, monkeypatch):
+    monkeypatch.undo()
+    query = torch.empty(1, 16, tokens, 128, device="cuda", dtype=BF16)
+    work = plan_work(tokens, tokens, num_tasks=3)
+    operands = TaskOperands(query, query, query, work, 0.1)
+    assert rectangle_launch.takes_rectangle_kernel(operands, 132) is is_used

@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper GPUs of one rectangle of scores, with five products per block.
+"""The backward kernel for Hopper GPUs of a rectangle of scores, with five products per block.
 
 The rectangle has all queries and all keys of its tensors, dense or causal. backward.py explains the
 gradients. The other kernels compute the scores twice; this one computes all three gradients from
@@ -13,8 +13,8 @@ An item is a tile of 128 keys of one KV head, which visits the blocks of 64 quer
   copy of the TMA unit.
 
 The additions to a block have a fixed order, that of the tiles: the gradients are deterministic. A
-counter for each block is the number of the tile whose turn it is. The first tile overwrites, so
-that the sums need no zeros.
+counter for each block is the number of the tile whose turn it is. If the rectangle is the only one,
+the first tile overwrites, so that the sums need no zeros; otherwise launches add up.
 
 Nobody waits forever, however many programs run at the same time. Programs take items from one
 counter: tile 0 of all heads, tile 1 of all heads, and so on. A visit waits only for the visits of
@@ -141,6 +141,7 @@ def place_of_item(index, sizes, IS_CAUSAL: gl.constexpr):
         "together",
         "offset",
         "heads_of_batch",
+        "rows_of_head",
     ]
 )
 def rectangle_gradients(
@@ -162,15 +163,17 @@ def rectangle_gradients(
     together,
     offset,
     heads_of_batch,
+    rows_of_head,
     scale,
     scale_log2,
     BLOCK_D: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_RAGGED: gl.constexpr,
+    IS_SUM: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
-    """Compute the gradients of queries, keys and values of one rectangle of scores.
+    """Compute the gradients of queries, keys and values of a rectangle of scores.
 
     Args:
         query: Descriptor of ``[batch, num_heads, 1, num_queries, BLOCK_D]``, blocks of 64 queries.
@@ -180,9 +183,10 @@ def rectangle_gradients(
         key_halves: Descriptor of the keys with blocks of half of the columns; read if BLOCK_D = 64.
         statistics: Descriptor of the statistics of ``row_statistics`` in blocks of 64 queries.
         grad_query: Descriptor of the sums of dQ, float32 ``[num_heads * num_blocks * BLOCK_D / 4,
-            256]``, in the order of :func:`convert_query_gradient`; overwritten.
-        grad_key: ``[batch, kv_heads, num_keys, BLOCK_D]``, contiguous; overwritten.
-        grad_value: The gradient of the values in the same shape; overwritten.
+            256]``, in the order of :func:`convert_query_gradient`; overwritten or added to.
+        grad_key: ``[batch, kv_heads, num_keys, BLOCK_D]`` with contiguous rows; overwritten or
+            added to.
+        grad_value: The gradient of the values in the same shape; overwritten or added to.
         state: int32 zeros ``[STATE_TURNS + num_heads * num_blocks]``.
         num_kv_heads: Number of KV heads of all batch elements.
         num_tiles: Number of tiles of 128 keys of a head.
@@ -192,11 +196,13 @@ def rectangle_gradients(
         together: Number of KV heads whose tiles alternate in the queue.
         offset: Number of keys minus number of queries: query i sees keys up to ``i + offset``.
         heads_of_batch: Number of KV heads of one batch element.
+        rows_of_head: Rows from a head of ``grad_key`` and ``grad_value`` to the next one.
         scale: Factor on the scores.
         scale_log2: The same divided by ln 2.
         BLOCK_D: Columns of the tensors: 64 or 128.
         IS_CAUSAL: Whether pairs above the diagonal are masked out.
         IS_RAGGED: Whether the last tile of a head has fewer than 128 keys.
+        IS_SUM: Whether to add to the results instead of overwriting them.
         STAGES: Blocks of queries and of the output's gradient in shared memory.
         BUFFERS: Blocks of dQ in shared memory.
     """
@@ -249,17 +255,17 @@ def rectangle_gradients(
     tile = (k, v, halves, tile_ready, tile_free)
     ring = (q, do, lse, delta, ready, free)
     exchange = (ds, ds_ready, dq, dq_ready, dq_free)
-    target = (grad_key, grad_value, scale, scale_log2)
+    target = (grad_key, grad_value, rows_of_head, scale, scale_log2)
     sources = (query, key, value, grad_output, key_halves, statistics, heads_of_batch)
     context = (queue, sizes, tile, ring, exchange, target)
     # The consumers' accumulators take all registers that the three other warps can spare.
     gl.warp_specialize(
         [
-            (_consume, (context, IS_CAUSAL, IS_RAGGED, 0)),
-            (_consume, (context, IS_CAUSAL, IS_RAGGED, 1)),
+            (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 0)),
+            (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 1)),
             (_produce, (queue, sizes, tile, ring, sources, state, IS_CAUSAL)),
-            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, 0)),
-            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, 1)),
+            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, IS_SUM, 0)),
+            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, IS_SUM, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -361,13 +367,21 @@ def _produce(queue, sizes, tile_memory, ring, sources, state, IS_CAUSAL: gl.cons
 
 @gluon.jit
 def _write(
-    queue, sizes, exchange, grad_query, state, IS_CAUSAL: gl.constexpr, writer: gl.constexpr
+    queue,
+    sizes,
+    exchange,
+    grad_query,
+    state,
+    IS_CAUSAL: gl.constexpr,
+    IS_SUM: gl.constexpr,
+    writer: gl.constexpr,
 ):
     """Add the blocks of dQ of even visits, or those of odd visits, to memory."""
     _, _, dq, dq_ready, dq_free = exchange
     num_kv_heads, num_tiles, num_blocks, _, group, _, _ = sizes
     BUFFERS: gl.constexpr = dq.shape[0]
     ROWS: gl.constexpr = grad_query.block_shape[0]
+    NUM_OVERWRITING: gl.constexpr = 0 if IS_SUM else 1  # tiles
     num_items = num_kv_heads * num_tiles
     turn = 0
     i = 0
@@ -389,7 +403,7 @@ def _write(
                     pack=1,
                 )
                 mbarrier.wait(dq_ready.index(i & 1), i >> 1 & 1)
-                if tile == 0:
+                if tile < NUM_OVERWRITING:
                     async_store(grad_query, [place * ROWS, 0], dq.index(i % BUFFERS))
                 else:
                     async_add(grad_query, [place * ROWS, 0], dq.index(i % BUFFERS))
@@ -405,12 +419,18 @@ def _write(
 
 
 @gluon.jit
-def _consume(context, IS_CAUSAL: gl.constexpr, IS_RAGGED: gl.constexpr, half: gl.constexpr):
+def _consume(
+    context,
+    IS_CAUSAL: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
+    IS_SUM: gl.constexpr,
+    half: gl.constexpr,
+):
     """Compute the gradients of 64 keys of each tile, and half of the columns of dQ."""
     queue, sizes, tile_memory, _, _, target = context
     k, _, _, tile_ready, tile_free = tile_memory
     num_kv_heads, num_tiles, num_blocks, num_keys, group, _, offset = sizes
-    grad_key, grad_value, scale, _ = target
+    grad_key, grad_value, rows_of_head, scale, _ = target
     HALF: gl.constexpr = k.shape[1]
     BLOCK_D: gl.constexpr = k.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -440,24 +460,31 @@ def _consume(context, IS_CAUSAL: gl.constexpr, IS_RAGGED: gl.constexpr, half: gl
                     distance -= BLOCK_QUERIES
                 i += 1
         mbarrier.arrive(tile_free.index(0), count=1)
-        _store(grad_key, acc_k * scale, head, row, num_keys, IS_RAGGED)
-        _store(grad_value, acc_v, head, row, num_keys, IS_RAGGED)
+        start = head.to(gl.int64) * rows_of_head + row
+        _store(grad_key, acc_k * scale, start, num_keys - row, IS_RAGGED, IS_SUM)
+        _store(grad_value, acc_v, start, num_keys - row, IS_RAGGED, IS_SUM)
         turn += 1
         index = _next(queue, turn)
 
 
 @gluon.jit
-def _store(target, values, head, row, num_keys, IS_RAGGED: gl.constexpr):
-    """Write 64 rows of the gradient of keys or values, without those beyond the last key."""
+def _store(target, values, start, num_rows, IS_RAGGED: gl.constexpr, IS_SUM: gl.constexpr):
+    """Write or add 64 rows of the gradient of keys or values, without those beyond the last key."""
     ROWS: gl.constexpr = values.shape[0]
     BLOCK_D: gl.constexpr = values.shape[1]
     layout: gl.constexpr = values.type.layout
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout)), 0)
-    place = target + (head.to(gl.int64) * num_keys + row) * BLOCK_D + rows * BLOCK_D + columns
+    place = target + start * BLOCK_D + rows * BLOCK_D + columns
+    exist = rows < num_rows
+    if IS_SUM:
+        if IS_RAGGED:
+            values += gl.load(place, mask=exist, other=0.0)
+        else:
+            values += gl.load(place)
     values = values.to(target.dtype.element_ty)
     if IS_RAGGED:
-        gl.store(place, values, mask=rows < num_keys - row)
+        gl.store(place, values, mask=exist)
     else:
         gl.store(place, values)
 
@@ -519,7 +546,7 @@ def _add_products(
     k_tile, v_tile, halves, _, _ = tile_memory
     q_ring, do_ring, lse_ring, delta_ring, ready, free = ring
     ds, ds_ready, dq_buffers, dq_ready, dq_free = exchange
-    _, _, _, scale_log2 = target
+    _, _, _, _, scale_log2 = target
     STAGES: gl.constexpr = q_ring.shape[0]
     BUFFERS: gl.constexpr = dq_buffers.shape[0]
     HALF: gl.constexpr = k_tile.shape[1]
@@ -583,9 +610,9 @@ def _add_products(
     return acc_k, acc_v
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_blocks", "first"])
+@triton.jit(do_not_specialize=["num_queries", "num_blocks", "rows_of_head", "first"])
 def convert_query_gradient(
-    source, target, scale, num_queries, num_blocks, first, BLOCK_D: tl.constexpr
+    source, target, scale, num_queries, num_blocks, rows_of_head, first, BLOCK_D: tl.constexpr
 ):
     """Write the gradient of queries, given its sums in the order of the consumers' registers.
 
@@ -593,10 +620,11 @@ def convert_query_gradient(
 
     Args:
         source: float32 sums, 64 x BLOCK_D / 2 for each half of the columns of each block.
-        target: ``[num_heads, num_queries, BLOCK_D]``, contiguous; overwritten.
+        target: ``[num_heads, num_queries, BLOCK_D]``, rows contiguous; overwritten.
         scale: Factor on the scores.
         num_queries: Number of queries.
         num_blocks: Number of blocks of 64 queries of a head.
+        rows_of_head: Rows from a head of ``target`` to the next one.
         first: First block with sums. Queries before see no key and get gradient 0.
         BLOCK_D: Columns of the queries.
     """
@@ -614,5 +642,5 @@ def convert_query_gradient(
     x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, BLOCK_D // 2])
     row = block * 64 + tl.arange(0, 64)[:, None]
     column = number % 2 * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)[None, :]
-    place = (head.to(tl.int64) * num_queries + row) * BLOCK_D + column
+    place = (head.to(tl.int64) * rows_of_head + row) * BLOCK_D + column
     tl.store(target + place, (x * scale).to(target.dtype.element_ty), mask=row < num_queries)

@@ -22,11 +22,7 @@ from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
-from cqs.worker.triton.rectangle_launch import (
-    gradients_of_rectangle,
-    num_items_of_rectangle,
-    takes_rectangle_kernel,
-)
+from cqs.worker.triton.rectangle_launch import gradients_of_rectangles, takes_rectangle_kernel
 from cqs.worker.triton.statistics_launch import launch_row_statistics
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
@@ -133,8 +129,9 @@ def gradients_of_block_rows(
 ) -> Sequence[Tensor]:
     """Compute the gradients of all block rows' live pairs.
 
-    There are two launches for each pair of steps: one for queries, one for keys and values. Large
-    rectangles on Hopper GPUs take one launch instead, see :mod:`rectangle_launch`.
+    There are two launches for each pair of steps: one for queries, one for keys and values. On
+    Hopper GPUs each of a few large rectangles takes one launch instead, see
+    :mod:`cqs.worker.triton.rectangle_launch`.
 
     Args:
         operands: Tensors and options; float16, bfloat16 or float32.
@@ -152,9 +149,11 @@ def gradients_of_block_rows(
     _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
     tiles = _choose_tiles(operands, is_backward=True)
-    if tiles.on_hopper and into is None and takes_rectangle_kernel(operands):
-        (num_programs,) = _persistent(num_items_of_rectangle(key), query.device)
-        return gradients_of_rectangle(operands, grad_output, output, lse, dtype, num_programs)
+    if tiles.on_hopper and into is None:
+        num_processors = _num_processors(query.device)
+        if takes_rectangle_kernel(operands, num_processors):
+            of_queries = grad_output, output, lse
+            return gradients_of_rectangles(operands, *of_queries, dtype, num_processors)
     statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(
@@ -259,7 +258,11 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
 
 def _persistent(num_items: int, device: torch.device) -> tuple[int]:
     """Return a grid of one program for each multiprocessor, or for each item if they are fewer."""
-    return (min(num_items, _properties(device).multi_processor_count),)
+    return (min(num_items, _num_processors(device)),)
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(_properties(device).multi_processor_count)
 
 
 @cache

@@ -1,8 +1,10 @@
-"""Launches of the backward kernel of one rectangle of scores, on Hopper GPUs."""
+"""Launches of the backward kernel of rectangles of scores, on Hopper GPUs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +37,10 @@ _TOGETHER = 4
 
 On an H100 with 16 heads of 128, non-causal, 4 give 563 TFLOP/s at 16K tokens and 579 at 64K; all 16
 give 525 and 314. Causal at 16K, all 16 give 542 and 4 give 514."""
+_OTHER_PRODUCTS = 7 / 5
+"""Products of the other kernels for each product of this one."""
+_PAIRS_OF_LAUNCH = 6e6
+"""Pairs of queries and keys that the other kernels compute while a launch of this one starts."""
 _STAGES = {64: 4, 128: 3}
 """Blocks of queries in shared memory, by columns."""
 _BUFFERS = {64: 2, 128: 1}
@@ -48,54 +54,110 @@ _RECTANGLE = Launcher(rectangle_gradients)
 _CONVERT = Launcher(convert_query_gradient)
 
 
-def takes_rectangle_kernel(operands: TaskOperands) -> bool:
-    """Return whether the kernel of one rectangle computes the gradients of these operands.
+class Rectangle(NamedTuple):
+    """Rows of the query tensor and of the key tensor, all of whose pairs are live or causal.
+
+    A causal rectangle is aligned at the end: its last query sees all of its keys. Its first queries
+    may see none.
+    """
+
+    queries: range
+    keys: range
+    is_causal: bool
+
+    @property
+    def num_pairs(self) -> float:
+        """The number of live pairs, about half of all in a causal square."""
+        below = max(len(self.keys) - len(self.queries), 0)
+        wide = len(self.queries) * below
+        rest = min(len(self.keys), len(self.queries)) * (len(self.keys) - below)
+        return wide + rest / 2 if self.is_causal else len(self.queries) * len(self.keys)
+
+
+def takes_rectangle_kernel(operands: TaskOperands, num_processors: int) -> bool:
+    """Return whether the kernel of rectangles computes the gradients of these operands.
 
     Args:
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
+        num_processors: Number of multiprocessors of the GPU.
     """
     query, key, value, work, _, dropout, _, terms = operands
-    batch, num_heads, num_queries, head_dim = query.shape
-    num_keys = key.shape[2]
-    return (
-        terms is None
-        and dropout is None
-        and head_dim == value.shape[-1]
-        and head_dim in _HEAD_DIMS
-        and (batch * num_heads >= _MIN_HEADS or num_keys >= _MIN_KEYS)
-        and is_causal_rectangle(work, num_queries, num_keys) is not None
-    )
+    batch, num_heads, _, head_dim = query.shape
+    if (
+        terms is not None
+        or dropout is not None
+        or head_dim != value.shape[-1]
+        or head_dim not in _HEAD_DIMS
+    ):
+        return False
+    rectangles = rectangles_of(work)
+    if rectangles is None:
+        return False
+    if len(rectangles) == 1:
+        return batch * num_heads >= _MIN_HEADS or len(rectangles[0].keys) >= _MIN_KEYS
+    # The programs of a launch compute whole tiles, and wait for the last one.
+    these = others = 0.0
+    for rectangle in rectangles:
+        num_pairs = batch * num_heads * rectangle.num_pairs
+        num_tiles = batch * key.shape[1] * triton.cdiv(len(rectangle.keys), _KEYS)
+        rounds = triton.cdiv(num_tiles, num_processors)
+        these += num_pairs * rounds * num_processors / num_tiles + _PAIRS_OF_LAUNCH
+        others += _OTHER_PRODUCTS * num_pairs
+    return these < others
 
 
 @lru_cache(maxsize=256)
-def is_causal_rectangle(work: Work, num_queries: int, num_keys: int) -> bool | None:
-    """Return whether the work is causal, or ``None`` if it is not one dense or causal rectangle.
+def rectangles_of(work: Work) -> tuple[Rectangle, ...] | None:
+    """Divide the work into rectangles; those of equal queries follow one another.
 
-    A causal rectangle is aligned at the end: query i sees keys up to ``i + num_keys -
-    num_queries``. Its first queries may see no key.
-
-    Args:
-        work: The work of any tasks.
-        num_queries: Number of rows of the query tensor, all of which a rectangle has.
-        num_keys: Number of rows of the key tensor, all of which a rectangle has.
+    Returns:
+        The rectangles, or ``None`` if the work has other pairs, or none. Two of them have the same
+        queries or none in common.
     """
-    if len(work.block_rows) != 1:
+    found: list[Rectangle] = []
+    for block_row in work.block_rows:
+        views = sorted(block_row.views, key=lambda view: (view.queries.start, view.keys.start))
+        for queries, of_queries in groupby(views, key=lambda view: view.queries):
+            if queries.step != 1:
+                return None
+            united: list[list[View]] = []
+            for view in of_queries:
+                if view.keys.step != 1 or view.bits is not None:
+                    return None
+                if united and united[-1][-1].keys.stop == view.keys.start:
+                    united[-1].append(view)
+                else:
+                    united.append([view])
+            for adjacent in united:
+                whole = _unite(adjacent)
+                parts = [whole] if whole else [_unite([view]) for view in adjacent]
+                found += [part for part in parts if part]
+                if not all(parts):
+                    return None
+    bounds = {bound for queries, _, _ in found for bound in (queries.start, queries.stop)}
+    parts = [part for first, stop in pairwise(sorted(bounds)) for part in _cut(found, first, stop)]
+    return tuple(parts) or None
+
+
+def _cut(rectangles: Sequence[Rectangle], first: int, stop: int) -> Iterator[Rectangle]:
+    """Yield the parts of rectangles that have the queries from ``first`` to ``stop``."""
+    for queries, keys, is_causal in rectangles:
+        if queries.start <= first and stop <= queries.stop:
+            seen = range(keys.start, keys.stop - (queries.stop - stop if is_causal else 0))
+            if seen:
+                yield Rectangle(range(first, stop), seen, is_causal)
+
+
+def _unite(views: list[View]) -> Rectangle | None:
+    """Return the rectangle of views of the same queries and adjacent keys, if it is one."""
+    queries, keys = views[0].queries, range(views[0].keys.start, views[-1].keys.stop)
+    if not queries or not keys:
         return None
-    ((queries, views),) = work.block_rows
-    views = tuple(sorted(views, key=lambda view: view.keys.start))
-    stop = 0
-    for view in views:
-        are_adjacent = view.keys == range(stop, view.keys.stop) and len(view.keys) > 0
-        if not are_adjacent or view.queries != queries or not queries:
-            return None
-        stop = view.keys.stop
-    if stop != num_keys:
-        return None
-    if queries == range(num_queries) and all(view.is_full for view in views):
-        return False
-    high = num_keys - num_queries
-    sees_keys = queries == range(max(-high, 0), num_queries)
-    return True if sees_keys and all(_is_below(view, high) for view in views) else None
+    if all(view.is_full for view in views):
+        return Rectangle(queries, keys, is_causal=False)
+    high = keys.stop - queries.stop
+    is_causal = all(_is_below(view, high) for view in views)
+    return Rectangle(queries, keys, is_causal=True) if is_causal else None
 
 
 def _is_below(view: View, high: int) -> bool:
@@ -105,24 +167,18 @@ def _is_below(view: View, high: int) -> bool:
     return view.bits is None and view.low <= nearest and is_cut_there
 
 
-def num_items_of_rectangle(key: Tensor) -> int:
-    """Return the number of tiles of all KV heads of ``[batch, num_kv_heads, rows, head_dim]``."""
-    batch, num_kv_heads, num_keys, _ = key.shape
-    return batch * num_kv_heads * -(-num_keys // _KEYS)
-
-
-def gradients_of_rectangle(
+def gradients_of_rectangles(
     operands: TaskOperands,
     grad_output: Tensor,
     output: Tensor,
     lse: Tensor,
     dtype: torch.dtype | None,
-    num_programs: int,
+    num_processors: int,
 ) -> Sequence[Tensor]:
-    """Compute the gradients of one rectangle of scores.
+    """Compute the gradients of rectangles of scores, one launch after another.
 
     Besides its results it allocates float32 sums of dQ, two float32 statistics per query and an
-    int32 turn for each block of 64 queries.
+    int32 turn for each block of 64 queries, and with several rectangles float32 sums of dK and dV.
 
     Args:
         operands: Tensors and options that :func:`takes_rectangle_kernel` accepts.
@@ -130,29 +186,87 @@ def gradients_of_rectangle(
         output: Output of the whole problem, in the same shape.
         lse: LSE of the whole problem, float32 ``[batch, num_heads, rows_q]``.
         dtype: Dtype of the gradients; ``None`` means float32.
-        num_programs: Number of programs; it does not change the result.
+        num_processors: Number of programs at most; it does not change the result.
 
     Returns:
         Gradients of query, key and value in their shapes, contiguous.
     """
     query, key, value, work, scale, *_ = operands
+    rectangles = rectangles_of(work)
+    assert rectangles is not None
+    is_sum = len(rectangles) > 1 or rectangles[0].keys != range(key.shape[2])
+    has_all_queries = not is_sum and rectangles[0].queries == range(query.shape[2])
+
+    def new(like: Tensor, dtype: torch.dtype | None, is_covered: bool) -> Tensor:
+        make = torch.empty if is_covered else torch.zeros
+        return make(like.shape, dtype=dtype or torch.float32, device=like.device)
+
+    grad_query = new(query, dtype, has_all_queries)
+    of_keys = [new(each, None if is_sum else dtype, not is_sum) for each in (key, value)]
+    for queries, of_queries in groupby(rectangles, key=lambda rectangle: rectangle.queries):
+        rows = slice(queries.start, queries.stop)
+        of_rows = [each[:, :, rows] for each in (query, grad_output, output, lse, grad_query)]
+        parts = [
+            (is_causal, *(each[:, :, keys.start : keys.stop] for each in (key, value, *of_keys)))
+            for _, keys, is_causal in of_queries
+        ]
+        _add_rectangles(of_rows, parts, scale, num_processors, is_sum=is_sum)
+    return grad_query, *(each.to(dtype or torch.float32) for each in of_keys)
+
+
+def _add_rectangles(
+    of_rows: Sequence[Tensor],
+    parts: Sequence[tuple[Any, ...]],
+    scale: float,
+    num_processors: int,
+    *,
+    is_sum: bool,
+) -> None:
+    """Compute the gradients of rectangles of the same queries.
+
+    Args:
+        of_rows: Query, gradient of the output, output, LSE and gradient of the query; the last one
+            is overwritten.
+        parts: For each rectangle whether it is causal, its key, value, and their gradients, which
+            are overwritten or added to.
+        scale: Factor on the scores.
+        num_processors: Number of programs at most.
+        is_sum: Whether the launches add to sums. Otherwise there is one, which overwrites.
+    """
+    query, grad_output, output, lse, grad_query = of_rows
     batch, num_heads, num_queries, head_dim = query.shape
-    num_keys = key.shape[2]
-    block = _QUERIES
-    heads, num_blocks = batch * num_heads, triton.cdiv(num_queries, block)
-    is_causal = bool(is_causal_rectangle(work, num_queries, num_keys))
-    offset = num_keys - num_queries
-    of_blocks, _ = launch_row_statistics(grad_output, output, lse, in_blocks_of=block)
-    num_statistics = 2 * heads * num_blocks * block
-    statistics = of_blocks.as_strided((num_statistics,), (1,))
-    sums = lse.new_empty((heads * num_blocks * block * head_dim // _COLUMNS_OF_SUMS, 256))
-    grad_query, grad_key, grad_value = (
-        torch.empty(each.shape, dtype=dtype or torch.float32, device=each.device)
-        for each in (query, key, value)
-    )
-    state = torch.zeros(
-        STATE_TURNS.value + heads * num_blocks, dtype=torch.int32, device=query.device
-    )
+    heads, num_blocks = batch * num_heads, triton.cdiv(num_queries, _QUERIES)
+    of_blocks, _ = launch_row_statistics(grad_output, output, lse, in_blocks_of=_QUERIES)
+    statistics = of_blocks.as_strided((2 * heads * num_blocks * _QUERIES,), (1,))
+    new = torch.zeros if is_sum else torch.empty
+    shape = heads * num_blocks * _QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS
+    sums = new(shape, dtype=torch.float32, device=query.device)
+    for is_causal, key, value, grad_key, grad_value in parts:
+        _launch_rectangle(
+            (query, key, value, grad_output, statistics, sums, grad_key, grad_value),
+            (is_causal, is_sum, scale, num_processors),
+        )
+    is_causal, key, *_ = parts[0]
+    first = max(num_queries - key.shape[2], 0) // _QUERIES if is_causal and not is_sum else 0
+
+    def make(sums: Tensor, grad_query: Tensor) -> Arguments:
+        numbers = scale, num_queries, num_blocks, grad_query.stride(1) // head_dim, first
+        constants = {"BLOCK_D": head_dim, "num_warps": 4}
+        return (2 * heads * num_blocks,), (sums, grad_query, *numbers), constants
+
+    _CONVERT.launch((sums, grad_query), make, key=(scale, first))
+
+
+def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, float, int]) -> None:
+    """Add the gradients of one rectangle to sums, or overwrite them.
+
+    Args:
+        tensors: Query, key, value, gradient of the output, statistics and the sums of dQ, as in
+            ``rectangle_gradients``, and the gradients of key and value.
+        options: Whether it is causal, whether it adds to sums, the factor on the scores, and the
+            number of programs at most.
+    """
+    is_causal, is_sum, scale, num_processors = options
 
     def make(
         query: Tensor,
@@ -164,26 +278,28 @@ def gradients_of_rectangle(
         *written: Tensor,
     ) -> Arguments:
         half = _KEYS // 2
+        batch, num_heads, num_queries, head_dim = query.shape
+        _, heads_of_batch, num_keys, _ = key.shape
+        num_kv_heads, num_tiles = batch * heads_of_batch, triton.cdiv(num_keys, _KEYS)
         descriptors = [
-            describe(query, 1, block, on_hopper=True),
+            describe(query, 1, _QUERIES, on_hopper=True),
             describe(key, 1, half, on_hopper=True),
             describe(value, 1, half, on_hopper=True),
-            describe(grad_output, 1, block, on_hopper=True),
+            describe(grad_output, 1, _QUERIES, on_hopper=True),
             describe(key, 1, half, on_hopper=True, columns=head_dim // 2),
-            _describe_flat(statistics, [block]),
-            _describe_flat(sums, [block * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS]),
+            _describe_flat(statistics, [_QUERIES]),
+            _describe_flat(sums, [_QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS]),
         ]
-        num_kv_heads = batch * key.shape[1]
-        together = num_kv_heads if is_causal else min(_TOGETHER, num_kv_heads)
         numbers = (
             num_kv_heads,
-            triton.cdiv(num_keys, _KEYS),
-            num_blocks,
+            num_tiles,
+            triton.cdiv(num_queries, _QUERIES),
             num_keys,
-            heads // num_kv_heads,
-            together,
-            offset,
-            key.shape[1],
+            num_heads // heads_of_batch,
+            num_kv_heads if is_causal else min(_TOGETHER, num_kv_heads),
+            num_keys - num_queries,
+            heads_of_batch,
+            written[0].stride(1) // head_dim,
             scale,
             scale / math.log(2),
         )
@@ -191,22 +307,18 @@ def gradients_of_rectangle(
             "BLOCK_D": head_dim,
             "IS_CAUSAL": is_causal,
             "IS_RAGGED": num_keys % _KEYS != 0,
+            "IS_SUM": is_sum,
             "STAGES": _STAGES[head_dim],
             "BUFFERS": _BUFFERS[head_dim],
             "num_warps": 4,
         }
-        return (num_programs,), (*descriptors, *written, *numbers), constants
+        grid = (min(num_kv_heads * num_tiles, num_processors),)
+        return grid, (*descriptors, *written, *numbers), constants
 
-    def make_conversion(sums: Tensor, grad_query: Tensor) -> Arguments:
-        first = max(-offset, 0) // block if is_causal else 0
-        numbers = scale, num_queries, num_blocks, first
-        constants = {"BLOCK_D": head_dim, "num_warps": 4}
-        return (2 * heads * num_blocks,), (sums, grad_query, *numbers), constants
-
-    tensors = query, key, value, grad_output, statistics, sums, grad_key, grad_value, state
-    _RECTANGLE.launch(tensors, make, key=(is_causal, scale, num_programs))
-    _CONVERT.launch((sums, grad_query), make_conversion, key=(is_causal, scale, offset))
-    return grad_query, grad_key, grad_value
+    query = tensors[0]
+    turns = query.shape[:2].numel() * triton.cdiv(query.shape[2], _QUERIES)
+    state = torch.zeros(STATE_TURNS.value + turns, dtype=torch.int32, device=query.device)
+    _RECTANGLE.launch((*tensors, state), make, key=options)
 
 
 def _describe_flat(tensor: Tensor, block: list[int]) -> TensorDescriptor:
