@@ -67,8 +67,8 @@ class Links(NamedTuple):
 
 
 MACHINES = {
-    "H200": Machine(bandwidth=160e9, latency=160e-6, between=50e9),
-    "H100": Machine(bandwidth=160e9, latency=160e-6, between=50e9),
+    "H200": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),
+    "H100": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),
     "B200": Machine(900e12, 630e12, 0.5e-9, bandwidth=320e9, latency=160e-6, between=50e9),
     "A100": Machine(200e12, 140e12, 2.1e-9, bandwidth=107e9, latency=160e-6, between=25e9),
     "CPU": Machine(0.2e12, 0.14e12, 1e-7, bandwidth=2e9, latency=1e-3, between=125e6),

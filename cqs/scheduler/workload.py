@@ -11,6 +11,9 @@ PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 _BACKWARD_ROWS = 6
 """Time per query row of a backward kernel relative to a forward kernel."""
 
+_KEYS_OF_TILE, _LEAST_TILES = 128, 256
+"""Keys of a tile of the backward kernel, and least tiles of a head chunk with a causal mask: tiles
+then differ in length, and a GPU computes 132 at a time."""
 _LATENCIES_OF_SHARD = 50
 """Head chunks are short enough if a link takes so many times its latency to send a shard."""
 
@@ -121,6 +124,7 @@ class Workload:
             [2, 2, 2, 4, 4, 2]
         """
         num_tasks = num_devices // head_parallel
+        kv_heads = self.part(head_parallel).kv_heads
         if most is None and machine is not None and self._wait_for_links(num_devices, machine):
             most = 4
         if most is None:
@@ -131,7 +135,9 @@ class Workload:
                 four = rule.four_of_both if is_backward else rule.four
                 are_long = is_backward and num_keys > rule.most_keys
                 most = 4 if flops >= four and not are_long else 2
-        kv_heads = self.part(head_parallel).kv_heads
+                if is_backward and self.is_causal:
+                    num_tiles = kv_heads * num_keys // _KEYS_OF_TILE
+                    most = min(most, num_tiles // _LEAST_TILES)
         return max(n for n in range(1, min(max(most, 1), kv_heads) + 1) if kv_heads % n == 0)
 
     def _wait_for_links(self, num_devices: int, machine: Machine) -> bool:

@@ -100,7 +100,7 @@ def compile_rectangles(
     num_tasks: int = 1,
 ) -> None:
     launch._is_for_hopper = lambda query, value: True
-    rectangle_launch._PAIRS_OF_LAUNCH = 0.0
+    rectangle_launch._MIN_PAIRS = rectangle_launch._MIN_PAIRS_OF_SEVERAL = 0.0
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
     steps = tuple(step for task in plan.tasks for step in task.steps)
@@ -111,7 +111,7 @@ def compile_rectangles(
         key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
         output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
         operands = TaskOperands(query, key, value, work, 0.1)
-        assert rectangle_launch.takes_rectangle_kernel(operands, 1)
+        assert rectangle_launch.takes_rectangle_kernel(operands)
         gradients = launch.gradients_of_block_rows(
             operands, grad_output, output, lse, dtype=dtype if is_causal else None
         )
@@ -171,7 +171,7 @@ def compile_for_hopper() -> None:
         for is_causal in (False, True):
             compile_rectangles(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
             compile_rectangles(torch.float16, head_dim, 300, 333, is_causal=is_causal)
-            compile_rectangles(torch.bfloat16, head_dim, 300, 333, is_causal=is_causal, num_tasks=2)
+    compile_rectangles(torch.bfloat16, 128, 300, 333, is_causal=True, num_tasks=2)
     capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
     both = replace(slanted, softcap=50.0)
     for terms in (capped, slanted, both):

@@ -118,8 +118,8 @@ def list_items(lengths, heads, group, together, is_causal):
         head, tile, first = (int(getattr(each, "value", each)) for each in place)
         blocks = [
             (head * group + member, block)
-            for member in range(group)
             for block in reversed(range(first, num_blocks))
+            for member in range(group)
         ]
         found.append((tile, blocks))
     return found
@@ -210,8 +210,8 @@ def calls(monkeypatch):
 
     compute = rectangle_launch.gradients_of_rectangles
     monkeypatch.setattr(launch, "gradients_of_rectangles", count)
-    monkeypatch.setattr(rectangle_launch, "_MIN_HEADS", 1)
-    monkeypatch.setattr(rectangle_launch, "_PAIRS_OF_LAUNCH", -1e12)  # whatever the sizes
+    for name in ("_MIN_PAIRS", "_MIN_PAIRS_OF_SEVERAL"):
+        monkeypatch.setattr(rectangle_launch, name, 0.0)
     return made
 
 
@@ -375,21 +375,21 @@ def test_attention_uses_the_kernel_where_it_applies(options, is_used, calls):
     assert bool(calls) == is_used
 
 
-@pytest.mark.gpu
-def test_one_short_head_has_the_other_kernels(calls, monkeypatch):
-    monkeypatch.undo()
-    *tensors, grad_output = make_tensors(1, 512)
-    operands, _ = forward(*tensors, is_causal=False)
-    assert not rectangle_launch.takes_rectangle_kernel(operands, 132)
-    operands, _ = forward(*make_tensors(4, 512)[:3], is_causal=False)
-    assert rectangle_launch.takes_rectangle_kernel(operands, 132)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "is_used"), [(32_768, True), (2048, False)])
-def test_several_rectangles_are_used_if_they_are_large(tokens, is_used, calls, monkeypatch):
-    monkeypatch.undo()
-    query = torch.empty(1, 16, tokens, 128, device="cuda", dtype=BF16)
-    work = plan_work(tokens, tokens, num_tasks=3)
-    operands = TaskOperands(query, query, query, work, 0.1)
-    assert rectangle_launch.takes_rectangle_kernel(operands, 132) is is_used
+@pytest.mark.parametrize(
+    ("tokens", "heads", "options", "is_used"),
+    [
+        (8192, 4, {}, True),
+        (4096, 4, {}, False),
+        (8192, 4, {"is_causal": True}, True),
+        (16_384, 1, {}, False),
+        (16_384, 1, {"is_causal": True}, True),
+        (32_768, 1, {}, True),
+        (32_768, 16, {"num_tasks": 3}, True),
+        (4096, 16, {"num_tasks": 3}, False),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_used_for_large_rectangles(tokens, heads, options, is_used):
+    query = torch.empty(1, heads, tokens, 128, device="meta", dtype=BF16)
+    operands = TaskOperands(query, query, query, plan_work(tokens, tokens, **options), 0.1)
+    assert rectangle_launch.takes_rectangle_kernel(operands) is is_used

@@ -22,8 +22,10 @@ lower tiles, whose items were taken before by programs that are running. So of t
 not finished, the first in the queue waits for no other item. An order in which a tile waits for a
 later one would deadlock if fewer programs run than there are items.
 
-All tiles visit blocks from the last to the first. Tiles that are taken one after another then
-follow each other through the blocks, and causal items are taken longest first.
+All tiles visit blocks from the last to the first, each block of all query heads of the KV head.
+Tiles that are taken one after another then follow each other through the blocks, and causal items
+are taken longest first. If a tile visited all blocks of one query head before the next head, the
+tiles after it, which are shorter, would wait for it at every head.
 
 hopper_queue.py explains the barriers and their parities.
 """
@@ -301,11 +303,10 @@ def _load(source, coordinates, barrier, target):
 
 
 @gluon.jit
-def _following(query_head, block, first, num_blocks):
+def _following(query_head, block, head, group):
     """Return the query head and the block of a tile's next visit."""
-    is_last = block == first
-    query_head = gl.where(is_last, query_head + 1, query_head)
-    return query_head, gl.where(is_last, num_blocks, block) - 1
+    is_last = query_head == head * group + group - 1
+    return gl.where(is_last, head * group, query_head + 1), gl.where(is_last, block - 1, block)
 
 
 @gluon.jit
@@ -357,7 +358,7 @@ def _produce(queue, sizes, tile_memory, ring, sources, state, IS_CAUSAL: gl.cons
             async_load(statistics, [of_rows], arrived, lse.index(stage))
             _load(grad_output, [batch, of_batch, 0, row, 0], arrived, do.index(stage))
             async_load(statistics, [of_rows + BLOCK_QUERIES], arrived, delta.index(stage))
-            query_head, block = _following(query_head, block, first, num_blocks)
+            query_head, block = _following(query_head, block, head, group)
             i += 1
         # Taken late, so that items start in the order of the queue.
         index = gl.atomic_add(state + STATE_ITEM, 1)
@@ -412,7 +413,7 @@ def _write(
                 gl.inline_asm_elementwise(
                     _PASS_TURN_ON, "=r,l", [of_block], dtype=gl.int32, is_pure=False, pack=1
                 )
-            query_head, block = _following(query_head, block, first, num_blocks)
+            query_head, block = _following(query_head, block, head, group)
             i += 1
         turn += 1
         index = _next(queue, turn)
@@ -447,18 +448,19 @@ def _consume(
         # block sees or, without a causal mask, to the end of the keys.
         row = tile * TILE_KEYS + half * HALF
         if IS_CAUSAL:
-            top = (num_blocks - 1) * BLOCK_QUERIES + offset - row
+            distance = (num_blocks - 1) * BLOCK_QUERIES + offset - row
         else:
-            top = num_keys - row
-        for _member in range(group):
-            distance = top
-            for _visit in range(num_blocks - first):
-                acc_k, acc_v = _add_products(
-                    context, i, acc_k, acc_v, distance, IS_CAUSAL, IS_RAGGED, half
-                )
-                if IS_CAUSAL:
-                    distance -= BLOCK_QUERIES
-                i += 1
+            distance = num_keys - row
+        member = 0
+        for _visit in range((num_blocks - first) * group):
+            acc_k, acc_v = _add_products(
+                context, i, acc_k, acc_v, distance, IS_CAUSAL, IS_RAGGED, half
+            )
+            if IS_CAUSAL:
+                member += 1
+                distance = gl.where(member == group, distance - BLOCK_QUERIES, distance)
+                member = gl.where(member == group, 0, member)
+            i += 1
         mbarrier.arrive(tile_free.index(0), count=1)
         start = head.to(gl.int64) * rows_of_head + row
         _store(grad_key, acc_k * scale, start, num_keys - row, IS_RAGGED, IS_SUM)

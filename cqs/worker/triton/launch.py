@@ -149,11 +149,9 @@ def gradients_of_block_rows(
     _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
     tiles = _choose_tiles(operands, is_backward=True)
-    if tiles.on_hopper and into is None:
+    if tiles.on_hopper and into is None and takes_rectangle_kernel(operands):
         num_processors = _num_processors(query.device)
-        if takes_rectangle_kernel(operands, num_processors):
-            of_queries = grad_output, output, lse
-            return gradients_of_rectangles(operands, *of_queries, dtype, num_processors)
+        return gradients_of_rectangles(operands, grad_output, output, lse, dtype, num_processors)
     statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(
