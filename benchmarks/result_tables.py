@@ -113,7 +113,7 @@ def _length(tokens: int) -> str:
 def headline() -> str:
     """Two GPUs, 128K causal tokens, forward and backward: time and memory by method."""
     columns = []
-    for name, suffix in (("peers-h200-x2-best", "-best"), ("peers-h200-x2", "")):
+    for name, suffix in (("peers-h200-x2-best", "-best"), ("peers-h200-x2-rectangles", "")):
         case = f"causal-131072-h16-kv16-d128{suffix}"
         rows = find_rows(rows_of(name), case=case, benchmark="peers both")
         found = {row["executor"]: row for row in rows}
@@ -215,9 +215,10 @@ def limited() -> str:
 
 def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> str:
     """Milliseconds of every method, and before them of one GPU if ``one`` names it."""
-    methods = ["cqs", "ring", "all-gather", "ulysses", "torch"]
-    rows = []
-    for label, passes, of_case in _cases(rows_of(name), heads):
+    cases, rows = _cases(rows_of(name), heads), []
+    methods = ["cqs", "cqs quorums", "ring", "all-gather", "ulysses", "torch"]
+    methods = [method for method in methods if any(method in of_case for *_, of_case in cases)]
+    for label, passes, of_case in cases:
         cells = [
             f"{of_case[method]['median_ms']:.{digits}f}" if method in of_case else ""
             for method in (*one, *methods)
@@ -225,28 +226,6 @@ def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> 
         rows.append([label, passes, *cells[: len(one)], *mark_best(cells[len(one) :], min)])
     header = ["tokens", "pass", *one, *(f"`{method}`" for method in methods)]
     return to_markdown(header, rows, num_labels=2)
-
-
-def efficiency() -> str:
-    """Efficiency of cqs on two GPUs, non-causal and causal, by length."""
-    cases = _cases(rows_of("peers-h200-x2"), "h16-kv16-d128")
-    found = {
-        (label, passes): f"{100 * of_case['cqs']['details']['efficiency']:.0f}"
-        for label, passes, of_case in cases
-    }
-    return to_markdown(
-        ["tokens", "forward", "forward and backward"],
-        [
-            [
-                length,
-                *(
-                    f"{found[length, passes]} and {found[f'{length} causal', passes]} %"
-                    for passes in ("forward", "both")
-                ),
-            ]
-            for length in ("32K", "128K", "512K")
-        ],
-    )
 
 
 def efficiency_ranges() -> str:
@@ -258,7 +237,9 @@ def efficiency_ranges() -> str:
             values = [
                 100 * row["details"]["efficiency"]
                 for row in find_rows(
-                    rows_of("peers-h200-x2"), benchmark=f"peers {passes}", executor=method
+                    rows_of("peers-h200-x2-rectangles"),
+                    benchmark=f"peers {passes}",
+                    executor=method,
                 )
             ]
             cells.append(f"{min(values):.0f} to {max(values):.0f} %")
@@ -820,19 +801,17 @@ def covers() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "peers-two": partial(peers, "peers-h200-x2", "h16-kv16-d128"),
-    "peers-two-gqa": partial(peers, "peers-h200-x2", "h32-kv8-d128"),
-    "peers-two-32-heads": partial(peers, "peers-h200-x2", "h32-kv32-d128"),
+    "peers-two": partial(peer_times, "peers-h200-x2-rectangles", "h16-kv16-d128", ("one",), 2),
+    "peers-two-gqa": partial(peer_times, "peers-h200-x2-rectangles", "h32-kv8-d128", ("one",), 2),
     "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)),
-    "peers-four": partial(peer_times, "peers-h100-x4", "h16-kv16-d128", (), 2),
-    "peers-four-gqa": partial(peer_times, "peers-h100-x4", "h32-kv8-d128", (), 2),
+    "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", ("one",), 2),
+    "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", ("one",), 2),
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
     "networks": partial(networks, 8),
     "networks-gqa": partial(networks, 2),
     "covers": covers,
     "limited": limited,
-    "efficiency": efficiency,
     "efficiency-ranges": efficiency_ranges,
     "fit": fit,
     "split-cpu": split_on_cpu,

@@ -1,5 +1,6 @@
 """What pages say in words about rows of methods of context parallelism."""
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -23,71 +24,54 @@ def times_of_methods(name):
     return times
 
 
-def test_where_cqs_is_the_fastest_on_four_h100s():
-    slower, gains, beside_cudnn = {}, defaultdict(list), {}
-    for (case, benchmark), times in times_of_methods("peers-h100-x4").items():
-        if "h40" in case:
-            continue
-        ours = times.pop("cqs")
-        if "torch" in times:
-            beside_cudnn[case, benchmark] = times.pop("torch") / ours
-        ratio = ours / min(times.values())
-        if ratio > 1:
-            slower[case, benchmark] = ratio
-        else:
-            gains[benchmark].append(1 - ratio)
-    assert sum(map(len, gains.values())) == 19 and len(slower) == 3
-    assert max(slower.values()) < 1.0095
-    assert 0.0085 < min(gains["peers forward"]) and max(gains["peers forward"]) < 0.185
-    assert 0.0035 < min(gains["peers both"]) and max(gains["peers both"]) < 0.1
-    training = {case: ratio for (case, name), ratio in beside_cudnn.items() if name == "peers both"}
-    long = sorted(ratio for case, ratio in training.items() if "131072" in case)
-    assert long == pytest.approx([0.909, 0.944], abs=1e-3)
-    short = [ratio for case, ratio in training.items() if "131072" not in case]
-    assert 1.075 < min(short) and max(short) < 1.555
+OTHERS = ("ring", "all-gather", "ulysses")
 
 
-def test_two_gpus_where_cqs_is_not_the_fastest():
-    slower, beside_cudnn, gains, replayed, alike = {}, {}, defaultdict(list), [], []
-    for (case, benchmark), times in times_of_methods("peers-h200-x2").items():
-        ours = {"cqs", "cqs replayed", "cqs quorums"}
-        best = min(times[name] for name in times.keys() - {"one", "torch"} - ours)
-        ratio = times["cqs"] / best
-        name = benchmark.removeprefix("peers "), case.rpartition("-d128")[0]
-        if ratio > 0.9985:
-            slower[name] = ratio
-        else:
-            gains[benchmark].append(1 - ratio)
-        replayed.append(times.get("cqs replayed", times["cqs"]) / times["cqs"])
-        if benchmark == "peers forward":
-            alike.append(times["cqs quorums"] / times["cqs"])
-        if "torch" in times:
-            beside_cudnn[name] = times["torch"] / times["cqs"]
-    assert len(gains["peers forward"]) == 13 and len(gains["peers both"]) == 12
-    assert 0.0015 < min(gains["peers forward"]) and max(gains["peers forward"]) < 0.0845
-    assert 0.0035 < min(gains["peers both"]) and max(gains["peers both"]) < 0.0805
-    assert 0.955 < min(replayed) and max(replayed) < 1.025
-    assert 0.97 < min(alike) and max(alike) < 1.03
-    expected = {
-        ("forward", "causal-524288-h16-kv16"): 1.009,
-        ("forward", "full-65536-h32-kv8"): 1.002,
-        ("forward", "causal-65536-h32-kv8"): 1.005,
-        ("both", "full-16384-h32-kv8"): 1.001,
-        ("both", "full-16384-h16-kv16"): 1.019,
-        ("both", "full-65536-h16-kv16"): 1.000,
-        ("both", "full-524288-h16-kv16"): 1.005,
-    }
-    assert slower == pytest.approx(expected, abs=6e-4), slower
-    assert 1.165 < min(beside_cudnn["forward", case] for _, case in beside_cudnn)
-    assert max(beside_cudnn["forward", case] for _, case in beside_cudnn) < 1.345
-    trained = {case: ratio for (passes, case), ratio in beside_cudnn.items() if passes == "both"}
-    expected = {
-        "full-32768-h16-kv16": 0.927,
-        "full-65536-h16-kv16": 0.885,
-        "causal-65536-h16-kv16": 0.935,
-        "causal-32768-h16-kv16": 1.013,
-    }
-    assert trained == pytest.approx(expected, abs=6e-4), trained
+def ratios_of(name):
+    """Pass -> sorted (time of cqs relative to the best other, of quorums, of PyTorch, case)."""
+    found = defaultdict(list)
+    for (case, benchmark), times in times_of_methods(name).items():
+        best = min(times[other] for other in OTHERS if other in times)
+        ours, quorums = times["cqs"] / best, times.get("cqs quorums", math.inf) / best
+        torch = times["torch"] / times["cqs"] if "torch" in times else None
+        found[benchmark.removeprefix("peers ")].append((ours, quorums, torch, case))
+    return {passes: sorted(rows) for passes, rows in found.items()}
+
+
+def test_where_cqs_is_the_fastest_on_two_h200s():
+    ratios = ratios_of("peers-h200-x2-rectangles")
+    forward, both = ratios["forward"], ratios["both"]
+    gains = [1 - ours for ours, *_ in forward if ours < 1]
+    assert (len(gains), len(forward)) == (11, 12)
+    assert 0.0045 < min(gains) and max(gains) < 0.185
+    assert 1 - 1 / forward[-1][0] == pytest.approx(0.034, abs=5e-4)
+    assert max(abs(ours / quorums - 1) for ours, quorums, *_ in forward) < 0.0475
+    gains = [1 - ours for ours, *_ in both if ours < 1]
+    assert (len(gains), len(both)) == (8, 11)
+    assert 0.0045 < min(gains) and max(gains) < 0.125
+    losses = both[8:]
+    assert [1 - 1 / ours for ours, *_ in losses] == pytest.approx([0.006, 0.031, 0.066], abs=5e-4)
+    assert all(0.0065 < 1 - quorums < 0.0345 for _, quorums, *_ in losses)
+    torch = {(passes, case): t for passes in ratios for _, _, t, case in ratios[passes] if t}
+    assert torch.pop(("both", "full-131072-h16-kv16-d128")) == pytest.approx(0.909, abs=5e-4)
+    for passes, least, most in (("forward", 1.035, 1.525), ("both", 1.065, 1.415)):
+        found = [ratio for (name, _), ratio in torch.items() if name == passes]
+        assert least < min(found) and max(found) < most
+
+
+def test_where_cqs_is_the_fastest_on_four_h200s():
+    ratios = ratios_of("peers-h200-x4-rectangles")
+    for passes, number, least, most, loss in (
+        ("forward", 9, 0.0285, 0.195, 0.0035),
+        ("both", 8, 0.0015, 0.0375, 0.0115),
+    ):
+        gains = [1 - ours for ours, *_ in ratios[passes] if ours < 0.9999]
+        assert (len(gains), len(ratios[passes])) == (number, 11)
+        assert least < min(gains) and max(gains) < most
+        assert ratios[passes][-1][0] < 1 + loss
+    for passes, least, most in (("forward", 1.155, 1.695), ("both", 1.025, 1.855)):
+        found = [torch for *_, torch, _ in ratios[passes] if torch]
+        assert least < min(found) and max(found) < most
 
 
 def test_how_long_callers_of_two_gpus_wait():

@@ -1,4 +1,4 @@
-"""The backward kernel of one rectangle of scores on Hopper GPUs."""
+"""The backward kernel of rectangles of scores on Hopper GPUs."""
 
 import random
 from collections import Counter
