@@ -16,9 +16,19 @@ _COMMANDS = {
 }
 
 
+_EXAMPLES = (
+    "cqs doctor",
+    "cqs demo --seqlen 4096",
+    "cqs plan --tasks 7 --is-causal",
+    "cqs attend q.npy k.npy v.npy output.npy --tasks 7",
+    "cqs simulate --devices 8,64 --seqlen 1M",
+    "cqs report --tasks 1,7,13",
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return its exit status, as :func:`run_program` does."""
-    return run_program("cqs", cqs.__doc__, _COMMANDS, _load, arguments)
+    return run_program("cqs", cqs.__doc__, _COMMANDS, _load, arguments, _EXAMPLES)
 
 
 def _load(name: str) -> Command:

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from support.exact import attend
 from support.files import written_files
 
 import cqs.patterns as patterns
-from cqs.__main__ import main
+from cqs.__main__ import _COMMANDS, main
 from cqs.commands import tensor_files
 from cqs.commands.integers import parse_integer
 from cqs.commands.tensor_files import create_tensor
@@ -29,6 +30,25 @@ from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import Plan
+
+
+def test_no_command_prints_help_with_examples(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "commands:" in printed
+    assert "examples:\n  cqs doctor\n" in printed
+
+
+@pytest.mark.parametrize("command", list(_COMMANDS))
+def test_the_help_of_every_option_states_its_default(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
+    assert "-h, --help" in options[0]
+    for option in options[1:]:
+        name, *words = option.split("\n\n")[0].split()
+        takes_value = words and words[0][0] in "[{ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+        assert not takes_value or "default" in option, option
 
 
 @pytest.fixture

@@ -32,22 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in _NAMES:
         add(name, metavar=name.upper(), help=kinds.format(name))
     add("output", metavar="OUTPUT", help="FILE.npy or FILE.safetensors to write")
-    add("--lse", metavar="FILE", help="also write the log of the denominators")
+    add(
+        "--lse", metavar="FILE", help="also write the log of the denominators; default: not written"
+    )
     add("--is-causal", "--causal", action="store_true")
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
-    add("--scale", type=float)
-    add("--tasks", dest="num_tasks", type=parse_integer, metavar="W")
-    add("--backend", choices=list(BACKENDS))
+    add("--scale", type=float, help="factor on the scores; default: 1 / sqrt(head_dim)")
+    add(
+        "--tasks", dest="num_tasks", type=parse_integer, metavar="W",
+        help="default: 1 in this process; chosen by workers and memory on Ray",
+    )  # fmt: skip
+    add("--backend", choices=list(BACKENDS), help="default: the best that supports the call")
     add("--executor", choices=["local", "ray"], default="local")
     add("--verify", action="store_true", help="recompute sampled rows in float64")
     streaming = parser.add_argument_group("sequences longer than memory, in this process")
     add = streaming.add_argument
-    add("--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device: read as needed")
+    add("--budget", metavar="BYTES", help="hold at most 8GiB, say, on the device; default: all")
     add("--device", help="where to compute; default: a GPU if there is one")
     add(
         "--resume", metavar="DIR",
         help="keep working files in this directory, a new one or that of a run that was stopped, "
-        "which goes on; removed at the end",
+        "which goes on; removed at the end; default: none are kept",
     )  # fmt: skip
 
 

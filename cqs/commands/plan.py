@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--interest-sets", type=parse_integer, metavar="W",
-        help="list the stored interest sets of W tasks with their costs instead of a plan",
+        help="list the stored interest sets of W tasks with their costs; default: show a plan",
     )  # fmt: skip
     kinds = "quorums", "rows", "grid", "documents"
     add("--kind", choices=kinds, default="quorums", help="default: quorums")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "they imply; default: numbers",
     )  # fmt: skip
     add("--rows", type=parse_integer, default=16, help="most tasks in the table; default: 16")
-    add("--picture", metavar="FILE", help="draw the score matrix by owner")
+    add("--picture", metavar="FILE", help="draw the score matrix by owner; default: a table")
 
 
 def _parse_interest_set(text: str) -> str | list[int]:

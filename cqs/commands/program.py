@@ -5,7 +5,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 import cqs
@@ -20,8 +20,9 @@ def run_program(
     summaries: Mapping[str, str],
     load: Callable[[str], Command],
     arguments: list[str] | None = None,
+    examples: Sequence[str] = (),
 ) -> int:
-    """Run one command; return its exit status.
+    """Run one command, or print the help if none is named; return the exit status.
 
     The status is 2 for errors that the user can correct, and 1 for a wrong result or failed
     workers; both print one line. It is 141, without a line, if the reader of the output closed it.
@@ -32,6 +33,7 @@ def run_program(
         summaries: Name and summary of every command.
         load: Function that returns the command of a name.
         arguments: Words of the command line; ``None`` means those of this process.
+        examples: Command lines for ``--help``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Results contain paths, which are bytes: invalid Unicode is printed unchanged.
@@ -39,11 +41,18 @@ def run_program(
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
-        epilog="\n".join(f"  {name:10}{summary}" for name, summary in summaries.items()),
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:10}{summary}" for name, summary in summaries.items()),
+                *(["", "examples:"] if examples else []),
+                *(f"  {example}" for example in examples),
+            ]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cqs {cqs.__version__}")
-    parser.add_argument("command", choices=summaries, metavar="command")
+    parser.add_argument("command", nargs="?", choices=summaries, metavar="command")
     parser.add_argument("options", nargs=argparse.REMAINDER, help=f"see {program} command --help")
     try:
         try:
@@ -63,9 +72,14 @@ def _run_command(
 ) -> int:
     """Run one command; return its exit status unless the reader of the output has closed it."""
     chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
     (module, run), name = load(chosen.command), f"{parser.prog} {chosen.command}"
     parser = argparse.ArgumentParser(prog=name, description=module.__doc__)
     module.add_arguments(parser)
+    for action in parser._actions:
+        _state_default(action)
     try:
         run(parser.parse_args(chosen.options))
     except BrokenPipeError:
@@ -82,3 +96,11 @@ def _run_command(
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _state_default(action: argparse.Action) -> None:
+    """Add the default of an option to its help, unless the help states one."""
+    has_value = action.nargs != 0 and action.default not in (None, argparse.SUPPRESS)
+    if action.option_strings and has_value and "default" not in (action.help or ""):
+        stated = f"default: {action.default}"
+        action.help = f"{action.help}; {stated}" if action.help else stated

@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--latency", type=float, metavar="MICROSECONDS", help="of a collective or hop; default: 20")
     add("--rate", type=float, metavar="TFLOPS", help="default: 600 forward, 0.7 of it backward")
-    add("--devices-per-node", type=int, metavar="D", help="--link then applies within a node")
+    add(
+        "--devices-per-node",
+        type=int,
+        metavar="D",
+        help="--link then applies within a node; default: all",
+    )
     add("--between", type=_link, metavar="LINK", help="link of nodes; default: ib")
 
 

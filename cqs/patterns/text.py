@@ -12,7 +12,7 @@ from cqs.arguments import as_integer
 from cqs.patterns import Pattern
 from cqs.patterns.arrays import as_list
 
-PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'"
+PATTERN_HELP = "which pairs attend, as 'sliding_window(256, 0) | global_tokens(4)'; default: all"
 _CALLS: dict[str, Callable[..., Any]] = {
     name: getattr(patterns, name)
     for name in patterns.__all__
