@@ -10,6 +10,7 @@ from benchmarks.case_measurement import CaseRow
 from benchmarks.plots.bottleneck import plot_bottleneck
 from benchmarks.plots.case_study import plot_study
 from benchmarks.plots.gallery import plot_gallery
+from benchmarks.plots.hero import plot_hero
 from benchmarks.plots.networks import plot_networks
 from benchmarks.plots.shares import plot_shares
 from benchmarks.plots.speedups import plot_gains, plot_speedups
@@ -39,6 +40,7 @@ def _case_study() -> Any:
 
 
 FIGURES: dict[str, Callable[[], Any]] = {
+    "docs/hero.png": plot_hero,
     "docs/networks.png": lambda: plot_networks(rows_of("networks-cpu")),
     "docs/memory-shares.png": lambda: plot_shares(memory_shares()).figure,
     "docs/case-study.png": _case_study,
