@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from command_reference import BEGIN, END, PAGE, format_tables
 from safetensors.torch import load_file, save_file
 from support.exact import attend
 from support.files import written_files
@@ -49,6 +50,11 @@ def test_the_help_of_every_option_states_its_default(command, capsys):
         name, *words = option.split("\n\n")[0].split()
         takes_value = words and words[0][0] in "[{ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         assert not takes_value or "default" in option, option
+
+
+def test_the_reference_of_commands_is_up_to_date():
+    text = PAGE.read_text().partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    assert text == format_tables(), "run python tests/command_reference.py"
 
 
 @pytest.fixture
