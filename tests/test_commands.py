@@ -1,6 +1,7 @@
 """What the commands refuse, and what they leave behind."""
 
 import errno
+import importlib.util
 import itertools
 import json
 import os
@@ -699,3 +700,28 @@ def test_a_row_without_an_end_stays_a_row(tmp_path):
     path.write_text(path.read_text().rstrip("\n"))
     append_rows([row, row], str(path))
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["c"] * 3
+
+
+@pytest.mark.ray
+def test_the_demo_kills_a_worker(capsys):
+    assert main(["demo", "--seqlen", "8192", "--actors", "2", "--kill"]) == 0
+    *_, killed, dense, compared = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"actor \d+ killed after \S+ s: \d tasks ran again, \S+ s, the result is bitwise identical",
+        killed,
+    )
+    assert dense.startswith("one dense call")
+    assert "float64 on sampled rows: correct" in compared
+
+
+def test_the_demo_runs_without_ray(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
+    )
+    assert main(["demo", "--seqlen", "300"]) == 0
+    printed = capsys.readouterr()
+    assert "without Ray one process computes all tasks" in printed.out
+    assert "float64 on sampled rows: correct" in printed.out
+    assert main(["demo", "--seqlen", "300", "--kill"]) == 2
+    assert "--kill requires Ray" in capsys.readouterr().err

@@ -1,8 +1,14 @@
 """Attend to random tensors on a private Ray cluster, checked and tabulated."""
 
 import argparse
+import importlib.util
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +18,15 @@ import cqs
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer
 from cqs.commands.plan import task_columns
-from cqs.executors.ray import RunReport
+from cqs.executors.ray import AttentionFuture, RunReport
+from cqs.executors.verify import VerificationError
 from cqs.problem import Problem, check_problem
 from cqs.report.table import mebibytes, percent, tabulate
 from cqs.scheduler import Plan, Task, TaskCost
 
 _NUM_HEADS, _HEAD_DIM = 8, 64
+_MOMENT = 0.4
+"""When a worker is killed, as a part of the time of a call."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
     add("--actors", type=int, metavar="P", help="default: one per GPU, else per core")
     add("--is-causal", "--causal", action="store_true")
+    add("--kill", action="store_true", help="compute once more and kill a worker meanwhile")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -39,31 +49,65 @@ def run(options: argparse.Namespace) -> None:
     print(f"random tensors, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
     print(plan)
 
-    start = time.perf_counter()
-    with cqs.Cluster(options.actors) as cluster:
-        print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
-        future = cluster.submit(
-            query,
-            key,
-            value,
-            is_causal=options.is_causal,
-            num_tasks=plan.num_tasks,
-            verify=True,
-            progress=True,
-        )
-        output, report = future.result(), future.report
+    arguments = {"is_causal": options.is_causal, "num_tasks": plan.num_tasks, "verify": True}
+    if importlib.util.find_spec("ray") is None:
+        if options.kill:
+            raise ValueError("--kill requires Ray: pip install 'cqs-attention[ray]'")
+        print("without Ray one process computes all tasks: pip install 'cqs-attention[ray]'")
+        output = cqs.attention(query, key, value, **arguments)
+    else:
+        output = _attend_on_workers(options, problem, plan, arguments)
     assert isinstance(output, Tensor)
     start = time.perf_counter()
     dense = F.scaled_dot_product_attention(query, key, value, is_causal=options.is_causal)
-    dense_seconds = time.perf_counter() - start
-
-    print(tasks_table(problem, plan, report))
-    print(
-        f"{report.seconds:.2f} s, {percent(report.overhead)} of it not computation of the slowest "
-        f"actor; one dense call on all cores: {dense_seconds:.2f} s"
-    )
+    print(f"one dense call on all cores: {time.perf_counter() - start:.2f} s")
     difference = float((output - dense).abs().max())
     print(f"float64 on sampled rows: correct; largest difference from dense: {difference:.2g}")
+
+
+def _attend_on_workers(
+    options: argparse.Namespace, problem: Problem, plan: Plan, arguments: dict[str, Any]
+) -> Tensor:
+    """Return the output of a private cluster, and print what its workers did."""
+    start = time.perf_counter()
+    tensors = problem.query, problem.key, problem.value
+    with cqs.Cluster(options.actors) as cluster:
+        print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
+        submit = partial(cluster.submit, *tensors, **arguments, progress=True)
+        future = submit()
+        output, report = future.result(), future.report
+        assert isinstance(output, Tensor)
+        print(tasks_table(problem, plan, report))
+        print(
+            f"{report.seconds:.2f} s, {percent(report.overhead)} of it not computation of the "
+            "slowest actor"
+        )
+        if options.kill:
+            _kill_one(cluster, submit, output, _MOMENT * report.seconds)
+    return output
+
+
+def _kill_one(
+    cluster: cqs.Cluster, submit: Callable[[], AttentionFuture], expected: Tensor, seconds: float
+) -> None:
+    """Kill a worker some seconds after the start of a call, and compare the result.
+
+    Raises:
+        VerificationError: It is not bitwise identical.
+    """
+    victim = cluster.pids[0]
+    timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    future = submit()
+    output, report = future.result(), future.report
+    timer.join()
+    assert isinstance(output, Tensor)
+    if not torch.equal(output, expected):
+        raise VerificationError(f"the result differs after actor {victim} was killed")
+    print(
+        f"actor {victim} killed after {seconds:.2f} s: {report.reruns} tasks ran again, "
+        f"{report.seconds:.2f} s, the result is bitwise identical"
+    )
 
 
 def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
