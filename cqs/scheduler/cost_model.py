@@ -34,7 +34,7 @@ class Prediction(NamedTuple):
     peak_bytes: float
     """Peak memory in bytes, besides the shard and the scratch of kernels: buffers, results, and in
     a backward pass also the tensors that the forward pass saved and all gradients. Scratch includes
-    float32 sums of the gradient of queries, which kernels of one dense or causal block use."""
+    float32 sums of gradients, which kernels of large dense or causal blocks use."""
     head_parallel: int = 1
     """Head-parallel degree; the devices of one head group share the tokens."""
     kind: Kind | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cqs
-from cqs.patterns import causal, dilated, sliding_window, strided
+from cqs.patterns import causal, dilated, documents, sliding_window, strided
 from cqs.scheduler import make_plan
 from cqs.worker.memory import measure_peak_bytes
 from cqs.worker.operands import TaskOperands
@@ -68,6 +68,15 @@ def test_a_causal_query_that_sees_all_keys_is_a_dense_rectangle():
 )
 def test_patterns_are_no_rectangles(options):
     assert rectangles_of(plan_work(1000, 1000, **options)) is None
+
+
+@pytest.mark.parametrize(("number", "is_found"), [(3, True), (256, True), (257, False)])
+def test_a_few_documents_are_rectangles(number, is_found):
+    pattern = documents(range(0, 10 * number + 1, 10))
+    found = rectangles_of(plan_work(10 * number, 10 * number, pattern=pattern & causal()))
+    assert (found is not None) is is_found
+    if is_found:
+        assert [rectangle.is_causal for rectangle in found] == [True] * number
 
 
 def mask_of(rectangle):

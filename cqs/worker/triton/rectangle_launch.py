@@ -34,8 +34,10 @@ _MIN_PAIRS, _MIN_PAIRS_OF_SEVERAL = 1.3e8, 1.5e8
 With fewer, the kernel takes up to three times as long as the others: each rectangle takes the host
 0.06 ms. With more, 1 to 6 rectangles take 0.71 to 1.05 of the time of the others (one H200)."""
 _MIN_DENSE_HEADS = 4
-"""KV heads from which a dense rectangle has no more pairs than that; fewer require three times as
-many, because all tiles of a head follow one another."""
+"""Dense rectangles of fewer KV heads require three times as many pairs, because all tiles of a head
+follow one another."""
+_MOST_RECTANGLES = 256
+"""Most rectangles of a call; packed documents have thousands, which are small."""
 _TOGETHER = 4
 """KV heads whose tiles alternate in the queue without a causal mask; with one all do.
 
@@ -98,8 +100,8 @@ def rectangles_of(work: Work) -> tuple[Rectangle, ...] | None:
     """Divide the work into rectangles; those of equal queries follow one another.
 
     Returns:
-        The rectangles, or ``None`` if the work has other pairs, or none. Two of them have the same
-        queries or none in common.
+        The rectangles, or ``None`` if the work has other pairs, none, or many rectangles. Two of
+        them have the same queries or none in common.
     """
     found: list[Rectangle] = []
     for block_row in work.block_rows:
@@ -119,7 +121,7 @@ def rectangles_of(work: Work) -> tuple[Rectangle, ...] | None:
                 whole = _unite(adjacent)
                 parts = [whole] if whole else [_unite([view]) for view in adjacent]
                 found += [part for part in parts if part]
-                if not all(parts):
+                if not all(parts) or len(found) > _MOST_RECTANGLES:
                     return None
     bounds = {bound for queries, _, _ in found for bound in (queries.start, queries.stop)}
     parts = [part for first, stop in pairwise(sorted(bounds)) for part in _cut(found, first, stop)]
