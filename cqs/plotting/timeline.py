@@ -1,57 +1,154 @@
 """Timeline of the tasks of a run, as a plot or a trace."""
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cqs.files import replace_file
 from cqs.plotting.colors import task_colors
 from cqs.plotting.figures import new_axes
 
 if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.report import RunReport
+    from cqs.executors.ray.tasks.report import RunReport, TaskReport
 
 
-def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
-    """Plot a bar for each task of a run, in the row of the process that computed it.
+class WorkerFailure(NamedTuple):
+    """A worker that failed or was killed during a run, for :func:`plot_timeline`."""
 
-    Bars have the colour of their task in :func:`plot_owners`. A row is grey while the process
-    computes nothing: it waits for inputs or for other processes at the end, it has failed, or it
-    has not started yet. Times are those of the processes' clocks, so
-    rows of different hosts are shifted by the difference of their clocks.
+    pid: int
+    """Process id of the worker, one of ``Cluster.pids`` before the failure."""
+    seconds: float
+    """Time of the failure, in seconds since the epoch."""
+    node: str | None = None
+    """Id of the worker's Ray node; ``None`` selects the worker of this pid on any node."""
+    lost_tasks: Collection[int] = ()
+    """Indices of the tasks that ran again because of the failure, as far as they are known."""
+
+
+def plot_timeline(
+    report: "RunReport", axes: Any = None, *, failed: Sequence[WorkerFailure] = ()
+) -> Any:
+    """Plot a bar for each task of a run, in the row of the worker that computed it.
+
+    Bars have the colour of their task in :func:`plot_owners`. A row is grey while the worker
+    computes nothing: it waits for inputs or for other workers at the end, or it has not started
+    yet. Times are those of the workers' clocks, so rows of different hosts are shifted by the
+    difference of their clocks.
+
+    A report has only the attempt of each task whose result was used. A worker without such a task
+    therefore has a row only if it is in ``failed``. The row of a failed worker has a cross at the
+    failure. It is hatched where its work was lost: in the time before the failure, and in earlier
+    gaps that are long enough for a task. Tasks that ran again are outlined.
 
     Args:
         report: Report of a call on a cluster, ``AttentionFuture.report``.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
+        failed: Workers that failed during the run, in the order of their rows.
 
     Returns:
         The matplotlib axes.
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows = report.by_process
-    row_of = {process: row for row, process in enumerate(rows)}
-    axes = new_axes((9, min(1.6 + 0.25 * len(rows), 12))) if axes is None else axes
+    rows, row_of = _rows(report, failed)
+    axes = new_axes((6, min(1.7 + 0.28 * len(rows), 12))) if axes is None else axes
     colors = task_colors(1 + max((task.index for task in report.tasks), default=0))
-    share = sum(task.seconds for task in report.tasks) / (report.seconds * max(len(rows), 1))
+    ends = [report.seconds if end is None else end for end, _ in rows]
+    share = sum(task.seconds for task in report.tasks) / max(sum(ends), report.seconds)
     title = (
-        f"{len(report.tasks)} tasks on {len(rows)} processes in {report.seconds:.3g} s, "
+        f"{len(report.tasks)} tasks on {len(rows)} workers in {report.seconds:.3g} s, "
         f"computing {100 * share:.0f} % of the time"
     )
+    again = {index for failure in failed for index in failure.lost_tasks}
     if report.failures:
-        title += f"\nfailed workers: {report.failures}, re-executed tasks: {report.reruns}"
-    axes.set(xlabel="seconds since the call", ylabel="process", title=title, xmargin=0)
+        marks = " (cross)" * bool(failed), " (outlined)" * bool(again)
+        title += f"\nfailed workers: {report.failures}{marks[0]}, "
+        title += f"re-executed tasks: {report.reruns}{marks[1]}"
+        title += "\nhatched: lost work" * bool(failed)
+    axes.set(xlabel="seconds since the call", ylabel="worker", xmargin=0)
+    axes.set_title(title, fontsize="medium")
     axes.yaxis.set_major_locator(MaxNLocator(32, integer=True, steps=[1, 2, 5, 10]))
-    axes.barh(range(len(rows)), report.seconds, color="0.88")
-    axes.barh(
+    axes.barh(range(len(rows)), ends, color="0.88")
+    bars = axes.barh(
         [row_of[task.node, task.pid] for task in report.tasks],
         [task.seconds for task in report.tasks],
         left=[task.started - report.started for task in report.tasks],
         color=[colors[task.index] for task in report.tasks],
     )
+    for bar, task in zip(bars, report.tasks, strict=True):
+        if task.index in again:
+            bar.set(edgecolor="black", linewidth=1.5)
+    for row, (end, tasks) in enumerate(rows):
+        if end is not None:
+            _draw_failure(axes, row, end, _lost_work(report, tasks, end))
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     return axes
+
+
+_Row = tuple[float | None, "tuple[TaskReport, ...]"]
+"""Seconds from the call to the failure of a worker, or None, and the tasks of the worker."""
+
+
+def _rows(
+    report: "RunReport", failed: Sequence[WorkerFailure]
+) -> tuple[list[_Row], dict[tuple[str, int], int]]:
+    """Return the rows of a timeline, and the row of each process that has a task.
+
+    Failed workers without a task come first. The others follow in the order of their first tasks.
+    """
+    by_process = report.by_process
+    end_of: dict[tuple[str, int], float] = {}
+    rows: list[_Row] = []
+    for failure in failed:
+        end = failure.seconds - report.started
+        found = [
+            (node, pid)
+            for node, pid in by_process
+            if pid == failure.pid and failure.node in (None, node)
+        ]
+        end_of.update(dict.fromkeys(found, end))
+        if not found:
+            rows.append((end, ()))
+    row_of = {process: row for row, process in enumerate(by_process, len(rows))}
+    rows += [(end_of.get(process), tasks) for process, tasks in by_process.items()]
+    return rows, row_of
+
+
+def _lost_work(
+    report: "RunReport", tasks: "Sequence[TaskReport]", end: float
+) -> list[tuple[float, float]]:
+    """Return start and end of the intervals whose work was lost, in seconds since the call.
+
+    Args:
+        report: Report of the run.
+        tasks: The tasks of a worker whose results were used, in the order of their start.
+        end: Time of the worker's failure, in seconds since the call.
+    """
+    start = min((task.started - report.started for task in report.tasks), default=0.0)
+    shortest = min((task.seconds for task in report.tasks), default=0.0)
+    lost = []
+    for task in tasks:
+        began = task.started - report.started
+        if began - start > shortest / 2:  # a shorter gap is a wait
+            lost.append((start, began))
+        start = began + task.seconds
+    return [*lost, (start, end)] if end > start else lost
+
+
+def _draw_failure(axes: Any, row: int, end: float, lost: Sequence[tuple[float, float]]) -> None:
+    """Hatch the lost intervals of a failed worker, and draw a cross at its end."""
+    axes.barh(
+        [row] * len(lost),
+        [stop - start for start, stop in lost],
+        left=[start for start, _ in lost],
+        color="0.88",
+        edgecolor="0.35",
+        linewidth=0,
+        hatch="////",
+    )
+    axes.plot(end, row, marker="x", color="black", markersize=9, markeredgewidth=2.5, zorder=3)
 
 
 def save_trace(report: "RunReport", path: str | Path) -> None:

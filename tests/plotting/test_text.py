@@ -15,6 +15,7 @@ from benchmarks.plots.wheel import plot_wheel
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
+    WorkerFailure,
     plot_density,
     plot_owners,
     plot_timeline,
@@ -105,7 +106,10 @@ def test_densities(check_text, pattern, length):
 @pytest.mark.parametrize("num_processes", [2, 111])
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 def test_timelines(check_text, num_tasks, num_processes):
-    check_text(plot_timeline(make_report(num_tasks, min(num_processes, num_tasks))))
+    report = make_report(num_tasks, min(num_processes, num_tasks))
+    check_text(plot_timeline(report))
+    failed = [WorkerFailure(1, report.started + report.seconds / 2, lost_tasks=(0, 1))]
+    check_text(plot_timeline(report, failed=failed))
 
 
 @pytest.mark.parametrize("size", [10**3, 10**7, 10**11])

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 from timeline_reports import make_report
 
-from cqs.plotting import plot_timeline, save_trace
+from cqs.plotting import WorkerFailure, plot_timeline, save_trace
 from cqs.plotting.colors import task_colors
 
 
@@ -34,6 +34,54 @@ def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes
     share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
     assert f"computing {100 * share:.0f} % of the time" in axes.get_title()
     assert axes.get_title().endswith("failed workers: 1, re-executed tasks: 2")
+
+
+def hatched(axes):
+    """Row, start and end of the hatched bars."""
+    bars = (bar for bar in axes.patches if bar.get_hatch())
+    return [
+        (round(b.get_y() + b.get_height() / 2), b.get_x(), b.get_x() + b.get_width()) for b in bars
+    ]
+
+
+def crosses(axes):
+    return [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "x"]
+
+
+def outlined(axes):
+    return {to_hex(b.get_facecolor()) for b in axes.patches if b.get_linewidth() == 1.5}
+
+
+def test_a_failed_worker_without_a_result_has_a_row_with_a_cross():
+    report = make_report(9, 3)
+    failure = WorkerFailure(1, report.started + 1.5, lost_tasks={2, 7})
+    axes = plot_timeline(report, failed=[failure])
+    first = min(task.started for task in report.tasks) - report.started
+    assert crosses(axes) == [pytest.approx((1.5, 0))]
+    assert hatched(axes) == [pytest.approx((0, first, 1.5))]
+    assert outlined(axes) >= {task_colors(9)[index] for index in (2, 7)}
+    assert len(outlined(axes)) == 2
+    grey = [bar for bar in axes.patches if to_hex(bar.get_facecolor()) == "#e0e0e0"]
+    lengths = [bar.get_width() for bar in grey if not bar.get_hatch()]
+    assert lengths == pytest.approx([1.5, *[report.seconds] * 3])
+    assert axes.get_title().startswith("9 tasks on 4 workers")
+
+
+def test_the_row_of_a_failed_worker_keeps_the_tasks_that_were_used():
+    """The result of its second task was lost with it, and another worker computed the task."""
+    report = make_report(9, 3)
+    (node, pid), (first, again, last) = list(report.by_process.items())[1]
+    moved = dataclasses.replace(again, pid=1, started=report.started + 3.5)
+    tasks = tuple(moved if task is again else task for task in report.tasks)
+    report = dataclasses.replace(report, tasks=tasks)
+    starts = [task.started - report.started for task in (first, last)]
+    ends = [start + task.seconds for start, task in zip(starts, (first, last), strict=True)]
+    failure = WorkerFailure(pid, report.started + ends[1] + 0.5, node, lost_tasks=[again.index])
+    axes = plot_timeline(report, failed=[failure])
+    assert crosses(axes) == [pytest.approx((ends[1] + 0.5, 1))]
+    lost = [(1, ends[0], starts[1]), (1, ends[1], ends[1] + 0.5)]
+    assert hatched(axes) == [pytest.approx(each) for each in lost]
+    assert outlined(axes) == {task_colors(9)[again.index]}
 
 
 def test_a_run_without_tasks_can_be_drawn(tmp_path):
