@@ -135,6 +135,19 @@ def _masked_call(plan: Plan) -> Call | None:
     return call if call.mask is not None and call.view.keys == keys else None
 
 
+def find_single_call(part: Planned) -> tuple[CallBackend, Operands] | None:
+    """Return the backend and the operands if one call computes a whole problem, else None.
+
+    Raises:
+        NotImplementedError: The named backend does not support the tensors.
+    """
+    work = _work_of(part.plan)
+    chosen = Worker.of(part.problem, part.backend, work.steps).chosen
+    return (
+        _single_call(part.problem, part.plan, work, chosen) if part.problem.sinks is None else None
+    )
+
+
 def _single_call(
     problem: Problem, plan: Plan, work: _Work, chosen: Backend | None
 ) -> tuple[CallBackend, Operands] | None:
@@ -152,8 +165,13 @@ def _single_call(
         masked = _masked_call(plan) if chosen.joins_calls and problem.terms is None else None
         if masked is None:
             return None
-        visible = masked.visible(problem.query.device)
-        return chosen, Operands(*tensors, is_causal=False, scale=problem.scale, visible=visible)
+        return chosen, Operands(
+            *tensors,
+            is_causal=False,
+            scale=problem.scale,
+            visible=masked.visible(problem.query.device),
+            addend=masked.addend(problem.query.dtype),
+        )
     if problem.terms is not None:
         lengths = problem.query.shape[2], problem.key.shape[2]
         terms = problem.terms.of_pairs(problem.query.device, *([range(n)] for n in lengths))

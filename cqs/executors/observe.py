@@ -24,9 +24,12 @@ def observe(
         num_bytes: Bytes of the query, key and value of this process.
         name_backend: Returns the name of the backend; called only if the pass is logged.
     """
-    if _LOGGER.isEnabledFor(logging.DEBUG) or profiler._is_profiler_enabled:
-        return _observed(name, plan, num_bytes, name_backend)
-    return _UNOBSERVED
+    return _observed(name, plan, num_bytes, name_backend) if is_observed() else _UNOBSERVED
+
+
+def is_observed() -> bool:
+    """Return whether passes are logged or profiled."""
+    return _LOGGER.isEnabledFor(logging.DEBUG) or profiler._is_profiler_enabled
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from cqs.worker.backend import CallBackend
 from cqs.worker.operands import (
     MIN_SCALE,
     Operands,
+    mask_addend,
     with_adjacent_columns,
     with_positive_scale,
     with_sign_of,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ZEROS = {dtype: torch.zeros((), dtype=dtype) for dtype in _DTYPES}
 _BLOCK = 32
 """The kernel processes queries in blocks of 32, 64 or 256 rows."""
 _LEAST_ROWS = 4
@@ -54,7 +54,7 @@ class _Cpu(CallBackend):
         return None
 
     def attend(self, operands: Operands) -> Partial:
-        query, key, value, is_causal, scale, visible, _, _, terms = operands
+        query, key, value, is_causal, scale, visible, _, _, terms, _ = operands
         num_queries, head_dim = query.shape[2:]
         padded, positive_scale = query, scale
         if scale < MIN_SCALE:
@@ -85,7 +85,7 @@ class _Cpu(CallBackend):
         # Most calls are sound, which few operators show. A sum is not finite if an element is not.
         # A row without a live pair is not finite, or has LSE 0.
         total = found.output.sum() + found.lse.sum()
-        if isfinite(total.item()) and found.lse.all():
+        if isfinite(total.item()) and found.lse.count_nonzero() == found.lse.numel():
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:
@@ -161,7 +161,8 @@ def _addend(operands: Operands, num_padding: int) -> Tensor | None:
     num_queries, num_keys = query.shape[2], key.shape[2]
     if terms is None:
         assert visible is not None
-        addend = torch.where(visible, _ZEROS[query.dtype], -torch.inf)
+        kept = operands.addend
+        addend = mask_addend(visible, query.dtype) if kept is None else kept
     else:
         addend = terms.addend().expand(-1, -1, num_queries, num_keys)
         if visible is not None:

@@ -58,6 +58,8 @@ class Operands(NamedTuple):
     """Factor on the probabilities of the pairs that dropout keeps."""
     terms: PairTerms | None = None
     """What else changes the scores, of the tensors' rows, or ``None``."""
+    addend: Tensor | None = None
+    """The mask as :func:`mask_addend` returns it, or ``None`` if it is not kept in this form."""
 
     @property
     def scores_of_row(self) -> int:
@@ -76,7 +78,14 @@ class Operands(NamedTuple):
             visible=visible,
             kept=None if self.kept is None else self.kept[:, :, rows],
             terms=self.terms and self.terms.select(rows),
+            addend=None,
         )
+
+
+def mask_addend(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what masks scores when it is added to them: 0 for live pairs and -inf for others."""
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, -torch.inf)
 
 
 def why_not_half_precision_on_gpu(query: Tensor, value: Tensor, head_dims: range) -> str | None:

@@ -40,7 +40,7 @@ class _Reference(CallBackend):
         if strips := _strips(operands):
             parts = [self.attend(operands.rows(rows)) for rows in strips]
             return Partial(*(torch.cat(each, dim=2) for each in zip(*parts, strict=True)))
-        query, _, value, is_causal, _, visible, kept, keep_scale, _ = operands
+        query, _, value, is_causal, _, visible, kept, keep_scale, *_ = operands
         scores_BGRQK = _scores(operands)
         dtype = scores_BGRQK.dtype
         lse_BGRQ = scores_BGRQK.logsumexp(dim=-1)
@@ -73,7 +73,7 @@ class _Reference(CallBackend):
                 of_queries.append(found[0])
                 sums = list(map(torch.add, sums, found[1:])) if sums else list(found[1:])
             return torch.cat(of_queries, dim=2), sums[0], sums[1]
-        query, key, value, is_causal, scale, visible, kept, keep_scale, terms = operands
+        query, key, value, is_causal, scale, visible, kept, keep_scale, terms, _ = operands
         scores_BGRQK = _scaled(operands)
         dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
         key_BG1KD, value_BG1KD = (tensor.to(dtype).unsqueeze(2) for tensor in (key, value))

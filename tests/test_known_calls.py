@@ -1,0 +1,133 @@
+"""Calls that are known from an earlier call give the results and errors of the general path."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+import cqs
+from cqs.executors import known_calls
+from cqs.patterns import Pattern, dilated, documents, from_mask, per_head, sliding_window
+
+MASK = torch.rand(1, 1, 70, 70, generator=torch.Generator().manual_seed(3)) < 0.3
+PATTERNS = {
+    "dense": None,
+    "window": sliding_window(9, 2),
+    "dilated": dilated(70, 70, 3),
+    "documents": documents([0, 13, 14, 70]),
+    "mask": from_mask(MASK),
+    "two heads": per_head([[sliding_window(5, 0), sliding_window(0, 20)]]),
+}
+
+
+def draw(tokens: int = 70, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    query = torch.randn(2, 2, tokens, 16, generator=generator).to(dtype)
+    key = torch.randn(1, 1, tokens, 16, generator=generator).to(dtype).expand(2, 1, -1, -1)
+    value = torch.randn(2, 1, tokens, 16, generator=generator).to(dtype)
+    return query, key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_results_are_those_of_the_general_path(
+    name: str, is_causal: bool, dtype: torch.dtype
+) -> None:
+    tensors, pattern = draw(dtype=dtype), PATTERNS[name]
+    for _ in range(2):
+        found = cqs.attention(*tensors, is_causal=is_causal, pattern=pattern, return_lse=True)
+        general = cqs.attention(
+            *tensors, is_causal=is_causal, pattern=pattern, return_lse=True, num_tasks=1
+        )
+        for one, other in zip(found, general, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_known_calls_skip_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, pattern = draw(), sliding_window(11, 3)
+    wanted = cqs.attention(*tensors, pattern=pattern)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(known_calls, "check_problem", fail)
+    monkeypatch.setattr(cqs.api, "check_problem", fail)
+    assert torch.equal(cqs.attention(*tensors, pattern=pattern), wanted)
+    with pytest.raises(AssertionError):
+        cqs.attention(*draw(71), pattern=pattern)
+
+
+def test_gradients_are_recorded() -> None:
+    query, key, value = draw()
+    cqs.attention(query, key, value)
+    query.requires_grad_()
+    assert cqs.attention(query, key, value).requires_grad
+    with torch.no_grad():
+        assert not cqs.attention(query, key, value).requires_grad
+
+
+def test_equal_options_of_other_types_are_checked() -> None:
+    tensors = draw()
+    cqs.attention(*tensors, is_causal=True)
+    with pytest.raises(TypeError, match="is_causal must be a bool"):
+        cqs.attention(*tensors, is_causal=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scale must be finite"):
+        cqs.attention(*tensors, scale=float("nan"))
+
+
+def test_changed_masks_do_not_change_patterns() -> None:
+    mask = MASK[0, 0].clone()
+    pattern = from_mask(mask)
+    before = cqs.attention(*draw(), pattern=pattern)
+    mask.fill_(True)
+    assert torch.equal(cqs.attention(*draw(), pattern=pattern), before)
+
+
+def test_sizes_that_are_changed_take_the_general_path() -> None:
+    query, key, value = draw()
+    assert cqs.attention(query, key[:1], value[:1]).shape == query.shape
+    assert cqs.attention(query[..., :0], key[..., :0], value).isfinite().all()
+    assert cqs.attention(query[:, :, :0], key, value).shape == (2, 2, 0, 16)
+    assert not cqs.attention(query, key[:, :, :0], value[:, :, :0]).any()
+
+
+def test_transformed_tensors_are_refused() -> None:
+    query, key, value = draw()
+    cqs.attention(query[:1], key[:1], value[:1])
+    with pytest.raises(NotImplementedError, match="vmap"):
+        torch.func.vmap(lambda each: cqs.attention(each, key[:1], value[:1]))(query.unsqueeze(1))
+
+
+def test_autocast_and_views_give_the_same() -> None:
+    tensors = draw()
+    wanted = cqs.attention(*tensors)
+    with torch.autocast("cpu"):
+        assert torch.equal(cqs.attention(*tensors), wanted)
+    strided = [each.repeat_interleave(2, dim=-1)[..., ::2] for each in tensors]
+    assert torch.equal(cqs.attention(*strided), wanted)
+    negative = [torch.complex(-each, -each).conj().imag for each in tensors]
+    assert negative[0].is_neg()
+    assert torch.equal(cqs.attention(*negative), wanted)
+
+
+def test_logged_passes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = draw()
+    cqs.attention(*tensors)
+    with caplog.at_level(logging.DEBUG, logger="cqs"):
+        cqs.attention(*tensors)
+    assert "forward" in caplog.text
+
+
+@pytest.mark.parametrize("pattern", [sliding_window(9, 2), sliding_window(40, 40)])
+def test_masked_values_do_not_leak_from_a_kept_mask(pattern: Pattern) -> None:
+    query, key, value = draw()
+    wanted = cqs.attention(query, key, value, pattern=pattern)
+    value = value.clone()
+    value[:, :, 60:] = torch.nan
+    found = cqs.attention(query, key, value, pattern=pattern)
+    untouched = ~torch.from_numpy(pattern.to_mask(70))[:, 60:].any(dim=1)
+    assert torch.allclose(found[:, :, untouched], wanted[:, :, untouched], atol=1e-6)
+    assert found[:, :, ~untouched].isnan().all()
