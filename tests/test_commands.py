@@ -31,6 +31,7 @@ from cqs.commands.tensor_files import create_tensor
 from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
+from cqs.report.table import Table, show
 from cqs.scheduler import Plan
 
 
@@ -51,6 +52,41 @@ def test_the_help_of_every_option_states_its_default(command, capsys):
         name, *words = option.split("\n\n")[0].split()
         takes_value = words and words[0][0] in "[{ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         assert not takes_value or "default" in option, option
+
+
+@pytest.mark.parametrize("width", [100, 70, 50])
+def test_a_terminal_shows_the_words_of_plain_text(capsys, monkeypatch, width):
+    command = "simulate --devices 8,64 --kv-heads 8".split()
+    assert main(command) == 0
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(command) == 0
+    drawn = capsys.readouterr().out
+    if width < 60:
+        assert drawn == plain  # too narrow for the table
+    else:
+        text = re.sub(r"\x1b\[\d*m", "", drawn)
+        assert max(map(len, text.splitlines()[3:-1])) <= width and "\u2500" in text
+        assert sorted(re.findall(r"[^\s\u2500-]+", text)) == sorted(re.findall(r"[^\s-]+", plain))
+        assert set(re.findall(r"\x1b\[(\d*)m", drawn)) <= {"0", "1"}, "bold, without colours"
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert main(command) == 0
+            assert capsys.readouterr().out == plain
+
+
+def test_tables_need_no_rich(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name)
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(Table(["worker", "share"], [["first", "14.3 %"]]))
+    assert capsys.readouterr().out == "worker   share\n------  ------\nfirst   14.3 %\n"
 
 
 def test_the_reference_of_commands_is_up_to_date():

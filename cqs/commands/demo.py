@@ -22,7 +22,7 @@ from cqs.commands.plan import task_columns
 from cqs.executors.ray import AttentionFuture, RunReport
 from cqs.executors.verify import VerificationError
 from cqs.problem import Problem, check_problem
-from cqs.report.table import mebibytes, percent, tabulate
+from cqs.report.table import Table, mebibytes, percent, show, tabulate
 from cqs.scheduler import Plan, Task, TaskCost
 
 _NUM_HEADS, _HEAD_DIM = 8, 64
@@ -80,7 +80,7 @@ def _attend_on_workers(
         future = submit()
         output, report = future.result(), future.report
         assert isinstance(output, Tensor)
-        print(tasks_table(problem, plan, report))
+        show(tasks_table(problem, plan, report))
         print(
             f"{report.seconds:.2f} s, {percent(report.overhead)} of it not computation of the "
             "slowest actor"
@@ -128,8 +128,8 @@ def _kill_one(
     )
 
 
-def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> str:
-    """Return a text table of every task: its inputs, its predicted and its measured costs."""
+def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> Table:
+    """Return a table of every task: its inputs, its predicted and its measured costs."""
     measured = {task.index: task for task in report.tasks}
 
     def predict(task: Task) -> TaskCost:

@@ -10,7 +10,7 @@ from typing import Any
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
-from cqs.report.table import mebibytes, percent, tabulate
+from cqs.report.table import mebibytes, percent, show, tabulate
 from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
 from cqs.scheduler.interest_set_costs import (
     InterestSetCosts,
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.interest_sets is not None:
         problem["num_tasks"] = options.interest_sets
-        print(tabulate(compare_interest_sets(**problem, shape=shape), _SET_COLUMNS))
+        show(tabulate(compare_interest_sets(**problem, shape=shape), _SET_COLUMNS))
         return
     chosen = options.interest_set
     if isinstance(chosen, str):
@@ -116,7 +116,7 @@ def _print_tasks(plan: Plan, shape: AttentionShape, most_rows: int) -> None:
     num_seen = max(1, min(plan.num_tasks, _MAX_TABULATED // plan.num_tasks))
     num_rows = min(num_seen, most_rows)
     print(plan)
-    print(tabulate(map(plan.task, range(num_rows)), columns))
+    show(tabulate(map(plan.task, range(num_rows)), columns))
     if num_rows < plan.num_tasks:
         print(f"... and {plan.num_tasks - num_rows} tasks more")
     if num_seen == plan.num_tasks:

@@ -20,6 +20,7 @@ from cqs.report.page import FILE, check_directory, write_report
 from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.sections import summarize_rows
 from cqs.report.settings import Settings
+from cqs.report.table import show
 from cqs.scheduler.plan import MAX_LISTED
 from cqs.worker import BACKENDS
 
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     finally:
         if rows:
             write_report(rows, directory)
-    print(summarize_rows(rows))
+    show(summarize_rows(rows))
     print(directory / FILE)
 
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
-from cqs.report.table import format_table, mebibytes, percent
+from cqs.report.table import Table, mebibytes, percent, show
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
@@ -113,7 +113,7 @@ def show_predictions(
         for method, each in methods.items()
     ]
     header = ["devices", "method", "split", "ms", "efficiency", "MiB in, out", "peak MiB", ""]
-    print(format_table(header, rows))
+    show(Table(header, rows))
     print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
     return found
 

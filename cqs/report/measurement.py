@@ -19,7 +19,7 @@ import torch
 
 import cqs
 from cqs.files import check_input_file, read_lines
-from cqs.report.table import tabulate
+from cqs.report.table import Table, tabulate
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "numba", "numpy", "ray", "matplotlib", "safetensors")
 """Packages that affect results, or that commands require."""
@@ -75,8 +75,10 @@ def summarize(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": median, "p20_ms": low, "p80_ms": high, **load}
 
 
-def format_rows(rows: Sequence[RowKind], columns: Mapping[str, Callable[[RowKind], object]]) -> str:
-    """Lay out a table of rows; a last column names those that an overloaded machine measured.
+def format_rows(
+    rows: Sequence[RowKind], columns: Mapping[str, Callable[[RowKind], object]]
+) -> Table:
+    """Return a table of rows; a last column names those that an overloaded machine measured.
 
     Args:
         rows: The rows.

@@ -7,7 +7,7 @@ from typing import Any
 from cqs.plotting.figures import PLAIN, add_legend, make_logarithmic, new_axes
 from cqs.report.measurement import format_rows
 from cqs.report.rows import ScalingRow
-from cqs.report.table import digits
+from cqs.report.table import Table, digits
 
 Rows = Sequence[ScalingRow]
 
@@ -115,13 +115,13 @@ def _points(rows: Rows, name: str) -> list[tuple[int, float]]:
     return [(num_tasks, number) for num_tasks, number in numbers if number is not None]
 
 
-def summarize_rows(rows: Rows) -> str:
-    """Return a text table of the main quantities, for the terminal."""
-    names = ("share", "responsibility ratio", *MEMORY.columns, *SPEEDUP.columns)
+def summarize_rows(rows: Rows) -> Table:
+    """Return a table of the main quantities, for the terminal."""
+    names = "share", "measured MiB", "share of one task", "ms", "over one task", "over dense"
     columns: dict[str, Callable[[ScalingRow], object]] = {
         "W": lambda row: row.num_tasks,
         "pass": lambda row: row.passes,
-        **{name: QUANTITIES[name] for name in names},
+        **{name: QUANTITIES[name] for name in (*names, "efficiency")},
     }
     return format_rows(rows, columns)
 

@@ -1,36 +1,98 @@
-"""Right-aligned text tables, and texts of numbers."""
+"""Tables for the terminal, and texts of numbers."""
 
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
+class Table:
+    """A header and at least one row of cells; ``str`` lays them out as plain text."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        return format_table(self.header, self.rows)
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lay out a table with a rule under its header.
+    """Lay out a table with a rule under its header; words are aligned left, numbers right.
 
     Example:
-        >>> print(format_table(["worker", "share"], [[0, "14.3 %"]]))
+        >>> print(format_table(["worker", "share"], [["first", "14.3 %"], ["second", "9 %"]]))
         worker   share
         ------  ------
-             0  14.3 %
+        first   14.3 %
+        second     9 %
     """
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    columns = [_format_column(*column) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def tabulate(items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> str:
-    """Lay out a table with a line for each item.
+def _format_column(header: str, *cells: str) -> list[str]:
+    width = max(map(len, (header, *cells)))
+    pad = str.ljust if _has_words(cells) else str.rjust
+    return [pad(text, width) for text in (header, "-" * width, *cells)]
+
+
+def _has_words(cells: Iterable[object]) -> bool:
+    return any(str(cell)[:1].isalpha() for cell in cells)
+
+
+def tabulate(items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> Table:
+    """Return a table with a row for each item.
 
     Args:
         items: The items.
         columns: Header of each column, and a function that returns an item's cell.
     """
-    return format_table(
-        list(columns), [[show(item) for show in columns.values()] for item in items]
-    )
+    return Table(list(columns), [[cell(item) for cell in columns.values()] for item in items])
+
+
+def show(content: object) -> None:
+    """Print a text or a table.
+
+    On a terminal the library rich, if installed, folds headers of a table that is wider. Pipes,
+    dumb terminals and ``NO_COLOR`` get the same words as plain text.
+    """
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    has_rich = importlib.util.find_spec("rich") is not None
+    if sys.stdout.isatty() and not is_plain and has_rich and isinstance(content, Table):
+        content = _draw(content)
+    print(content)
+
+
+def _draw(table: Table) -> str:
+    """Return a table as rich draws it on this terminal, or as plain text if it is too wide."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    cells = [[str(cell) for cell in column] for column in zip(*table.rows, strict=True)]
+    for headers in ([[name] for name in table.header], [name.split() for name in table.header]):
+        widths = [
+            max(map(len, [*names, *column])) for names, column in zip(headers, cells, strict=True)
+        ]
+        if sum(widths) + 2 * len(widths) <= console.width:
+            break
+    else:
+        return str(table)
+    drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name, column, width in zip(table.header, cells, widths, strict=True):
+        drawn.add_column(name, justify="left" if _has_words(column) else "right", width=width)
+    for row in zip(*cells, strict=True):
+        drawn.add_row(*row)
+    with console.capture() as captured:
+        console.print(drawn, end="")
+    return captured.get().rstrip("\n")
 
 
 def percent(share: float) -> str:

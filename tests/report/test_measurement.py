@@ -23,7 +23,7 @@ def test_a_summary_has_spread_and_load():
 def test_rows_of_an_overloaded_machine_have_a_warning(load, warning):
     row = replace(ROW, load_average=load, num_cores=2)
     assert row.warning == warning
-    lines = format_rows([ROW, row], {"by": lambda row: row.executor}).splitlines()
+    lines = str(format_rows([ROW, row], {"by": lambda row: row.executor})).splitlines()
     assert lines[-1].split(maxsplit=1) == ["e", *([warning] if warning else [])]
     assert lines[2].strip() == "e"
 
