@@ -33,6 +33,7 @@ from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.report.table import Table, show
 from cqs.scheduler import Plan
+from cqs.worker import BACKENDS
 
 
 def test_no_command_prints_help_with_examples(capsys):
@@ -52,6 +53,27 @@ def test_the_help_of_every_option_states_its_default(command, capsys):
         name, *words = option.split("\n\n")[0].split()
         takes_value = words and words[0][0] in "[{ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         assert not takes_value or "default" in option, option
+
+
+def test_doctor_gives_a_verdict_and_the_next_step(capsys):
+    assert main(["doctor"]) == 0
+    verdict, step, *findings = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Ready: ") and step == "Next: cqs demo"
+    assert len(findings) <= 10 and not any("requires" in line for line in findings)
+    assert main(["doctor", "--all"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"{verdict}\n{step}\n") and "no, it requires" in output
+    assert all(f" {name} " in output for name in BACKENDS) and "sparse patterns" in output
+
+
+def test_doctor_says_how_to_use_a_gpu_that_pytorch_cannot_use(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    for version, step in (("13.0", "torch.cuda.init()"), (None, "install PyTorch with CUDA")):
+        monkeypatch.setattr("torch.version.cuda", version)
+        assert main(["doctor"]) == 0
+        verdict, next_step, *_ = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("Not ready: ") and step in next_step
 
 
 @pytest.mark.parametrize("width", [100, 70, 50])
