@@ -363,6 +363,23 @@ def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 
+@pytest.mark.parametrize(
+    ("options", "tasks"),
+    [(["--tasks=7"], "7"), (["--budget=100KB", "--device=cpu"], "1, within 100KB of cpu")],
+    ids=["tasks", "budget"],
+)
+def test_attend_says_shapes_tasks_backend_and_time(files, capsys, options, tasks):
+    assert (
+        main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--backend=reference", *options]) == 0
+    )
+    inputs, how, output = capsys.readouterr().out.splitlines()
+    shape = "[1, 4, 60, 8]"
+    assert inputs == f"query {shape} key {shape} value {shape} torch.float32"
+    expected = rf"tasks: {tasks}, backend: reference, [\d.]+ s from files to file"
+    assert re.fullmatch(expected, how)
+    assert output == f"o.npy: {shape} torch.float32"
+
+
 def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
     from cqs.executors.local import LocalExecutor
 
@@ -650,6 +667,22 @@ def test_attend_writes_to_no_file_that_it_reads(files, capsys, command, name):
     if command is WITHOUT_BUDGET:
         assert main([*command, "--lse", name]) == 2
         assert main([*command, "--lse", "./o.npy"]) == 2
+    assert written_files() == before
+
+
+@pytest.mark.parametrize("name", ["run/lse", "symbolic.npy", "hard.npy"])
+def test_attend_keeps_inputs_in_its_resume_directory(files, capsys, name):
+    os.mkdir("run")
+    Path("run/cqs-resume").touch()  # as a run leaves it that was killed at once
+    os.rename("k.npy", "run/lse")
+    os.symlink("run/lse", "symbolic.npy")
+    os.link("run/lse", "hard.npy")
+    os.chdir("run")
+    before = written_files()
+    os.chdir("..")
+    assert main([*BUDGETED[:2], name, *BUDGETED[3:], "--resume", "run"]) == 2
+    assert "--resume must be another file than" in capsys.readouterr().err
+    os.chdir("run")
     assert written_files() == before
 
 

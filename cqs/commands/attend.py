@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +16,14 @@ from cqs.api import open_executor
 from cqs.commands.integers import parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
-from cqs.executors.contract import attend
-from cqs.executors.streaming.checkpoint import WorkingDirectory
+from cqs.executors.contract import Planned, attend
+from cqs.executors.streaming.checkpoint import FILES, WorkingDirectory
 from cqs.executors.streaming.sources import InFile, Shape
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import check_problem
-from cqs.worker import BACKENDS
+from cqs.report.table import digits
+from cqs.worker import BACKENDS, choose_backend
 
 _NAMES = ("query", "key", "value")
 
@@ -63,16 +66,22 @@ def run(options: argparse.Namespace) -> None:
     check_written("OUTPUT", options.output, [*paths, options.resume])
     if options.lse:
         check_written("--lse", options.lse, [*paths, options.output])
+    for name in FILES if options.resume else ():
+        check_written("--resume", str(Path(options.resume, name)), paths)
     shape, dtype = (*inputs[0].shape[:3], inputs[2].shape[3]), inputs[0].dtype
     attend_to = _attend_mapped if options.budget is None else _attend_within_budget
-    attend_to(options, inputs, shape, dtype)
+    start = time.perf_counter()
+    how = attend_to(options, inputs, shape, dtype)
+    seconds = time.perf_counter() - start
+    print(*(f"{name} {list(each.shape)}" for name, each in zip(_NAMES, inputs, strict=True)), dtype)
+    print(f"{how}, {digits(seconds)} s from files to file")
     print(f"{options.output}: {list(shape)} {dtype}")
 
 
 def _attend_mapped(
     options: argparse.Namespace, inputs: Sequence[InFile], shape: Shape, dtype: torch.dtype
-) -> None:
-    """Attend from files to files that are mapped into memory."""
+) -> str:
+    """Attend from files to files that are mapped into memory; say with which tasks and backend."""
     if options.device is not None or options.resume is not None:
         raise ValueError("--device and --resume go with --budget")
     mapped = (map_tensor(each, "c") for each in inputs)
@@ -93,12 +102,17 @@ def _attend_mapped(
             progress=sys.stderr.isatty(),
             into=Partial(output, lse),
         )
+        plans = (
+            Planned(part, part.make_plan(number), options.backend) for _, part in problem.parts()
+        )
+        backends = dict.fromkeys(opened.name_backend(each) for each in plans)
+        return f"tasks: {number}, backend: {', '.join(backends)}"
 
 
 def _attend_within_budget(
     options: argparse.Namespace, inputs: Sequence[InFile], shape: Shape, dtype: torch.dtype
-) -> None:
-    """Attend from files to files that are not mapped, within a memory budget."""
+) -> str:
+    """Attend from files to files within a memory budget; say with which tasks and backend."""
     if options.num_tasks is not None or options.executor != "local" or options.lse:
         raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")
     with ExitStack() as stack:
@@ -123,6 +137,12 @@ def _attend_within_budget(
                 kept = f"'{directory.path}' and '{path}'"
                 print(f"The same command goes on with {kept}, which stay.", file=sys.stderr)
             raise
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = ((1, 1, 2, each.shape[3]) for each in inputs)
+    query, key, value = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+    pattern = _problem_options(options)["pattern"]
+    backend = choose_backend(query, key, value, options.backend, pattern=pattern).name
+    return f"tasks: 1, within {options.budget} of {device}, backend: {backend}"
 
 
 def _problem_options(options: argparse.Namespace) -> dict[str, Any]:
