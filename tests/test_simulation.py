@@ -400,6 +400,14 @@ def test_the_command_marks_the_best(capsys):
     assert main(["simulate", *options, "--backward"]) == 0
     output = capsys.readouterr().out
     assert output.count("<") == 3 and re.search(r"ulysses +8 x 1 ", output)
+    assert output.startswith(
+        "Problem: 1,048,576 tokens, causal, 32 query heads and 8 KV heads of 128"
+    )
+    assert "300 GB/s in nodes of 8, 50 GB/s between, latency 20 us" in output
+    assert "\nPredicted, per device, forward and backward:\n" in output
+    assert "GiB received" in output and "peak GiB" in output
+    assert re.search(r"ring +1 x 8 +\d\.\d\d s ", output)
+    assert re.search(r"cqs +\d+ x \d+ +\d\d\.\d ms ", output)
     assert re.search(r"Least time, within 1 %: any method on 1 to 8; .* on 4096 devices\.$", output)
 
 

@@ -1,12 +1,13 @@
 """Predict time, traffic and memory of context-parallel methods on many devices."""
 
 import argparse
+import math
 from dataclasses import replace
 from itertools import groupby
 
 from cqs.arguments import as_integer
 from cqs.commands.integers import parse_integer, parse_integers
-from cqs.report.table import Table, mebibytes, percent, show
+from cqs.report.table import Table, digits, percent, show
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
@@ -87,7 +88,7 @@ def read_case(options: argparse.Namespace) -> Workload:
 def show_predictions(
     options: argparse.Namespace, machine: Machine
 ) -> dict[int, dict[str, Prediction]]:
-    """Print a table of the predictions; return them by number of devices, then by method."""
+    """Print problem and predictions; return these by number of devices, then by method."""
     case, passes = read_case(options), options.passes
     found = {
         num_devices: {
@@ -103,19 +104,42 @@ def show_predictions(
             num_devices if method == next(iter(methods)) else "",
             method,
             f"{each.head_parallel} x {num_devices // each.head_parallel}",
-            f"{1e3 * each.seconds:.4g}",
+            _duration(each.seconds),
             percent(one_device_seconds / num_devices / each.seconds),
-            mebibytes(each.bytes_received),
-            mebibytes(each.peak_bytes),
+            digits(each.bytes_received / 2**30),
+            digits(each.peak_bytes / 2**30),
             "<" if method == fastest_of(methods) else "",
         ]
         for num_devices, methods in found.items()
         for method, each in methods.items()
     ]
-    header = ["devices", "method", "split", "ms", "efficiency", "MiB in, out", "peak MiB", ""]
+    print(describe_problem(case, machine, passes))
+    header = ["devices", "method", "split", "time", "efficiency", "GiB received", "peak GiB", ""]
     show(Table(header, rows))
     print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
     return found
+
+
+def describe_problem(case: Workload, machine: Machine, passes: str) -> str:
+    """Describe the problem and the machine of predictions in three lines."""
+    shape, gigabytes = case.shape, 1e-9 * machine.bandwidth
+    nodes = f" in nodes of {machine.devices_per_node:g}, {1e-9 * machine.between:g} GB/s between"
+    return (
+        f"Problem: {case.tokens:,} tokens, {'causal' if case.is_causal else 'non-causal'}, "
+        f"{shape.num_heads} query heads and {shape.kv_heads} KV heads of {shape.head_dim}, "
+        f"{shape.itemsize} bytes per element\n"
+        f"Devices: {1e-12 * machine.rate:g} TFLOP/s forward, {1e-12 * machine.backward_rate:g} "
+        f"backward, {gigabytes:g} GB/s{nodes * math.isfinite(machine.devices_per_node)}, "
+        f"latency {1e6 * machine.latency:g} us\n"
+        f"Predicted, per device, {'forward and backward' if passes == 'both' else passes}:"
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as text, in milliseconds, seconds or hours."""
+    if seconds < 1:
+        return f"{digits(1e3 * seconds)} ms"
+    return f"{digits(seconds)} s" if seconds < 3600 else f"{digits(seconds / 3600)} h"
 
 
 def fastest_of(methods: dict[str, Prediction]) -> str:
