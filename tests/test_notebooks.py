@@ -141,6 +141,8 @@ def test_a_notebook_has_a_title_a_summary_and_small_steps(name):
     notebook, cells = read(name)
     title, *_, last = (cell.source for cell in notebook.cells)
     assert re.match(r"# [^\n?]+\n", title)
+    assert re.search(r"\*Run time:\* about [\w ]+ on two CPU cores\. \*Requirements:\* \w+", title)
+    assert re.match(r'# %cd \S+\n# %pip install -q "\.\[[a-z,]+\]"\n', cells[0].source)
     assert last.startswith("**Summary.**")
     for cell in cells:
         assert len(cell.source.splitlines()) <= 8, cell.source

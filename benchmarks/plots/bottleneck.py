@@ -32,7 +32,8 @@ def plot_bottleneck(rows: Rows) -> Any:
         panels.setdefault((row["case"].rpartition("-")[0], row["executor"]), []).append(row)
     columns = min(len(panels), 2)
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(1 + 3.6 * columns, 0.8 + 2.6 * lines), layout="constrained")
+    width = 6.4 if columns == 1 else 8.2  # inches; the legend fills the narrower one
+    figure = Figure(figsize=(width, 0.8 + 2.6 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
     for axes, ((model, attention), found) in zip(grid, panels.items(), strict=False):
         found = sorted(found, key=lambda row: row["details"]["tokens"])

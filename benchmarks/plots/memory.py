@@ -33,7 +33,7 @@ def plot_memory(
     """
     if not samples:
         raise ValueError("samples must have at least one element, got none")
-    axes = new_axes((8, 4)) if axes is None else axes
+    axes = new_axes((6.4, 3.6)) if axes is None else axes
     seconds, held = zip(*samples, strict=True)
     mebibytes = [each / 2**20 for each in held]
     milliseconds = [1e3 * (each - seconds[0]) for each in seconds]
