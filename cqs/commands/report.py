@@ -15,6 +15,7 @@ from cqs.commands.integers import parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
 from cqs.report.drivers import LocalDriver, RayDriver
+from cqs.report.findings import find
 from cqs.report.measurement import append_rows, check_rows
 from cqs.report.page import FILE, check_directory, write_report
 from cqs.report.rows import PASSES, ScalingRow
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
     finally:
         if rows:
             write_report(rows, directory)
+    print(*find(rows), sep="\n")
     show(summarize_rows(rows))
     print(directory / FILE)
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from cqs.files import replace_file
 from cqs.plotting import plot_owners
 from cqs.report import sections
+from cqs.report.findings import find, main_row
 from cqs.report.sections import Rows
 
 FILE = "report.html"
@@ -40,7 +41,13 @@ def write_report(rows: Rows, directory: Path) -> None:
         lstrip_blocks=True,
     )
     text = environment.get_template(f"{FILE}.jinja").render(
-        mark=_MARK.decode(), rows=rows, sections=sections, draw=_draw, plot_owners=plot_owners
+        mark=_MARK.decode(),
+        rows=rows,
+        findings=find(rows),
+        main_row=main_row(rows),
+        sections=sections,
+        draw=_draw,
+        plot_owners=plot_owners,
     )
     with replace_file(directory / FILE) as partial:
         partial.write_text(text, encoding="utf-8")

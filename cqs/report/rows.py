@@ -103,6 +103,12 @@ class ScalingRow(Measurement, Settings):
         return None if self.one_bytes is None else self.peak_bytes / self.one_bytes
 
     @property
+    def merge_share(self) -> float:
+        """Time of the merge divided by that of all tasks; local devices share the merge."""
+        num_shares = self.num_tasks if self.executor == "local" else 1
+        return self.merge_ms / num_shares / self.median_ms
+
+    @property
     def efficiency(self) -> float:
         """Speed-up over one task divided by the number of devices."""
         return self.speedup / self.num_devices

@@ -41,7 +41,10 @@ def test_a_report_is_written(tmp_path, capsys):
     assert keys_of(out / "rows.jsonl") == [
         (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),
     ]  # fmt: skip
-    assert str(out / "report.html") in capsys.readouterr().out
+    memory, speedup, merge, header, *_, path = capsys.readouterr().out.splitlines()
+    assert memory.startswith("Memory: with 3 tasks,") and speedup.startswith("Speed-up: 3 devices")
+    assert merge.startswith("Merge: ") and header.split()[:2] == ["W", "pass"]
+    assert path == str(out / "report.html")
 
 
 def test_another_run_appends_its_rows_and_shows_them_alone(tmp_path, written):

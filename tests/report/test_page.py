@@ -1,5 +1,6 @@
 """A report opens in a browser, from disk alone, on a desk and on a phone."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -147,6 +148,22 @@ def test_the_page_without_a_browser_has_every_number_and_no_foreign_markup(repor
         assert text[name].count("<img ") == len(sections) + len({row.num_tasks for row in rows})
         for row in rows:
             assert f"<td>{QUANTITIES['ms'](row)}</td>" in text[name]
+
+
+def test_the_page_opens_with_findings_and_the_partition(reports):
+    text = (reports["local"] / "report.html").read_text()
+    opening = text[text.index("</h1>") : text.index("<table>")]
+    assert re.findall(r"<li>(.*)</li>", opening) == [
+        "Memory: with 111 tasks, a task holds at most 7.1 MiB, 10.9 % of the peak of the whole "
+        "problem as one task.",
+        "Speed-up: 111 devices would take 12.6 ms for the forward pass in 111 tasks, and one "
+        "device 1,200 ms for one task: 95.1 times as fast.",
+        "Merge: 7.93 % of the time for 111 tasks merges their results.",
+    ]
+    assert opening.index("</ul>") < opening.index("<img ") < opening.index("111 tasks</figcaption>")
+    text = (reports["ray"] / "report.html").read_text()
+    assert "<li>Speed-up: 2 devices take 45.2 ms for the forward pass in 31 tasks, " in text
+    assert "<li>Merge: 68.6 % of the time for 31 tasks merges their results.</li>" in text
 
 
 def test_what_was_not_measured_has_no_column(reports):
