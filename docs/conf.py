@@ -38,6 +38,8 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_title = f"cqs {version}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
