@@ -52,6 +52,16 @@ TOKEN_COUNTS = (32, 64)
 WINDOW = 8
 REPEATS = 1
 """,
+    "8-many-hosts": """
+HOST_COUNTS = (4, 7)
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 84, 4, 8
+MBIT = 10
+""",
+    "9-undivided-heads": """
+NUM_RANKS, NUM_STEPS = 2, 1
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 60, 6, 8
+GPU_COUNTS = (2, 4, 7)
+""",
 }
 """What the first cell of each is replaced by."""
 ON_RAY = {"4-on-a-cluster"}
