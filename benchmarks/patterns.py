@@ -51,6 +51,11 @@ _SLACK = {"naive": 2.0, "block-sparse": 2.0}
 """Factor on the tolerance of computations that round the scores to the dtype of the tensors."""
 _NAIVE_TOKENS = 8192
 """Most tokens for which the whole score matrix is also computed, with a mask."""
+_MASKED_TOKENS = 1024
+"""Most tokens for which ``scaled_dot_product_attention`` with a mask is also timed, without
+gradients."""
+_SHORT_REPEATS = 41
+"""Repeats of calls of so few tokens, which vary the most."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -89,7 +94,8 @@ def run(
 
     Args:
         tokens: Sequence length; ``None`` means 1K to 64K, each twice the last.
-        repeats: Number of repeats; ``None`` means 9 on a GPU, 3 on a CPU, 1 above 8192 tokens.
+        repeats: Number of repeats; ``None`` means 9 on a GPU, and on a CPU 41 up to 1024 tokens, 1
+            above 8192 and 3 between.
         only: Measure the patterns whose names contain one of these, separated by commas; ``None``
             means all.
         out: File to append rows to, or ``None``.
@@ -229,7 +235,9 @@ def _measure_length(
     """
     tensors = draw_tensors(tokens)
     on_gpu, (_, heads, _, head_dim) = tensors[0].is_cuda, tensors[0].shape
-    repeats = repeats or (9 if on_gpu else 3 if tokens <= _NAIVE_TOKENS else 1)
+    if not repeats:
+        of_cpu = 3 if tokens <= _NAIVE_TOKENS else 1
+        repeats = 9 if on_gpu else _SHORT_REPEATS if tokens <= _MASKED_TOKENS else of_cpu
     known: dict[str, list[float]] = {}
     for case in make_forms(tokens):
         if case.name not in names:
@@ -322,6 +330,8 @@ def _contenders(
     if "naive" not in known and problem.query.shape[2] <= _NAIVE_TOKENS:
         visible = visible_mask(problem)
         forward["naive"] = lambda: _naive(problem, visible)
+    if not problem.query.requires_grad and problem.query.shape[2] <= _MASKED_TOKENS:
+        forward["masked"] = _masked(problem)
     for name, attend in forward.items():
         verify_output(problem, attend(), name=name, slack=_SLACK.get(name, 1.0))
     if "dense" not in known:
@@ -370,6 +380,18 @@ def _naive(problem: Problem, visible: Tensor | None) -> Tensor:
     scores = problem.scale * problem.query @ problem.key.mT
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32)
     return weights.nan_to_num(0.0).to(problem.value.dtype) @ problem.value
+
+
+def _masked(problem: Problem) -> Callable[[], Tensor]:
+    mask = visible_mask(problem)
+
+    def attend() -> Tensor:
+        output: Tensor = F.scaled_dot_product_attention(
+            problem.query, problem.key, problem.value, attn_mask=mask
+        )
+        return output
+
+    return attend
 
 
 def _flex(problem: Problem, mask: MaskFunction) -> Callable[[], Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -606,6 +607,24 @@ def patterns_on_cpu() -> str:
     return to_markdown(["", "2048", "8192", "32,768"], table)
 
 
+def short_patterns() -> str:
+    """Times of short calls with a pattern and of ``scaled_dot_product_attention`` with its mask."""
+    times: dict[int, dict[str, list[float]]] = {}
+    for row in find_rows(rows_of("short-cpu"), benchmark="patterns forward"):
+        of_length = times.setdefault(row["details"]["tokens"], {})
+        of_length.setdefault(row["executor"], []).append(row["median_ms"])
+    table = []
+    for tokens, of_length in sorted(times.items()):
+        pairs = list(zip(of_length["cqs"], of_length["masked"], strict=True))
+        ratios = [one / other for one, other in pairs]
+        most = max(1e3 * (one - other) for one, other in pairs)
+        middle = 1e3 * statistics.median(of_length["masked"])
+        shares = f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+        table.append([f"{tokens}", f"{len(pairs)}", f"{middle:.0f}", *shares, f"{most:.0f}"])
+    header = ["tokens", "patterns", "with a mask, us", "median", "least", "most", "most us more"]
+    return to_markdown(header, table)
+
+
 # Layers and clusters
 
 
@@ -830,6 +849,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streaming": streaming,
     "patterns-gpu": patterns_on_gpu,
     "patterns-cpu": patterns_on_cpu,
+    "short-cpu": short_patterns,
     "layer-parts": layer_parts,
     "layer-lengths": layer_lengths,
     "packed": packed,

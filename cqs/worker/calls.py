@@ -134,9 +134,14 @@ class KeptMask:
         self.visible = visible
         self._addends: dict[torch.dtype, Tensor] = {}
 
+    @property
+    def keeps_addend(self) -> bool:
+        """Whether the mask is also kept as what is added to the scores."""
+        return self.visible.numel() <= _KEPT_PAIRS
+
     def addend(self, dtype: torch.dtype) -> Tensor | None:
         """Return 0 for live pairs and -inf for others, or None if the mask is large."""
-        if self.visible.numel() > _KEPT_PAIRS:
+        if not self.keeps_addend:
             return None
         if dtype not in self._addends:
             self._addends[dtype] = mask_addend(self.visible, dtype)
