@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cqs
 from cqs.executors import known_calls
-from cqs.patterns import Pattern, dilated, documents, from_mask, per_head, sliding_window
+from cqs.patterns import Pattern, dilated, documents, from_mask, per_head, sliding_window, strided
 
 MASK = torch.rand(1, 1, 70, 70, generator=torch.Generator().manual_seed(3)) < 0.3
 PATTERNS = {
@@ -17,6 +17,7 @@ PATTERNS = {
     "dilated": dilated(70, 70, 3),
     "documents": documents([0, 13, 14, 70]),
     "mask": from_mask(MASK),
+    "causal square": strided(128),
     "two heads": per_head([[sliding_window(5, 0), sliding_window(0, 20)]]),
 }
 

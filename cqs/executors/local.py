@@ -121,8 +121,8 @@ def _work_of(plan: Plan) -> _Work:
 
 
 @lru_cache(maxsize=64)
-def _masked_call(plan: Plan) -> Call | None:
-    """Return the call with a mask that computes all tasks of a plan, or None if several do."""
+def _only_call(plan: Plan) -> Call | None:
+    """Return the call that computes all tasks of a plan with a pattern, or None if several do."""
     steps = _work_of(plan).steps
     queries, keys = range(plan.seqlen_q), range(plan.seqlen_kv)
     if len(steps) != 1:
@@ -132,7 +132,7 @@ def _masked_call(plan: Plan) -> Call | None:
     if not is_one_call(queries, calls):
         return None
     call, _ = calls[0]
-    return call if call.mask is not None and call.view.keys == keys else None
+    return call if call.view.keys == keys else None
 
 
 def find_single_call(part: Planned) -> tuple[CallBackend, Operands] | None:
@@ -162,15 +162,15 @@ def _single_call(
         return None
     tensors = problem.query, problem.key, problem.value
     if is_square is None:
-        masked = _masked_call(plan) if chosen.joins_calls and problem.terms is None else None
-        if masked is None:
+        call = _only_call(plan) if chosen.joins_calls and problem.terms is None else None
+        if call is None:
             return None
         return chosen, Operands(
             *tensors,
-            is_causal=False,
+            is_causal=call.is_causal,
             scale=problem.scale,
-            visible=masked.visible(problem.query.device),
-            addend=masked.addend(problem.query.dtype),
+            visible=call.visible(problem.query.device),
+            addend=call.addend(problem.query.dtype),
         )
     if problem.terms is not None:
         lengths = problem.query.shape[2], problem.key.shape[2]
