@@ -120,6 +120,26 @@ def compile_rectangles(
     run_twice(run)
 
 
+def compile_visits(dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int) -> None:
+    launch._is_for_hopper = lambda query, value: True
+    rectangle_launch._MIN_VISITS = {64: 0, 128: 0}
+    pattern = sliding_window(100, 100)
+    queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
+    steps = make_plan(seqlen_q, seqlen_kv, num_tasks=1).tasks[0].steps
+    work = make_work(tuple(steps), pattern.bind(seqlen_q, seqlen_kv), queries, keys)
+
+    def run() -> list[Tensor]:
+        query = torch.randn(1, 4, seqlen_q, head_dim, dtype=dtype)
+        key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
+        output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
+        operands = TaskOperands(query, key, value, work, 0.1)
+        assert rectangle_launch.takes_visits(operands)
+        gradients = launch.gradients_of_block_rows(operands, grad_output, output, lse, dtype=dtype)
+        return [query, key, value, output, grad_output, lse, *gradients]
+
+    run_twice(run)
+
+
 def compile_row_copies(dtype: torch.dtype) -> None:
     schedule = tuple(RowCopy(i, 0, 64, 128, 0, 1, 1) for i in range(2))
 
@@ -172,6 +192,9 @@ def compile_for_hopper() -> None:
             compile_rectangles(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
             compile_rectangles(torch.float16, head_dim, 300, 333, is_causal=is_causal)
     compile_rectangles(torch.bfloat16, 128, 300, 333, is_causal=True, num_tasks=2)
+    for head_dim in (64, 128):
+        compile_visits(torch.bfloat16, head_dim, TOKENS, TOKENS)
+        compile_visits(torch.float16, head_dim, 300, 333)
     capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
     both = replace(slanted, softcap=50.0)
     for terms in (capped, slanted, both):

@@ -219,6 +219,7 @@ def calls(monkeypatch):
 
     compute = rectangle_launch.gradients_of_rectangles
     monkeypatch.setattr(launch, "gradients_of_rectangles", count)
+    monkeypatch.setattr(launch, "takes_visits", lambda _: False)
     for name in ("_MIN_PAIRS", "_MIN_PAIRS_OF_SEVERAL"):
         monkeypatch.setattr(rectangle_launch, name, 0.0)
     return made

@@ -134,12 +134,12 @@ def visible(
     live = (columns >= gl.expand_dims(first, 1)) & (columns <= gl.expand_dims(last, 1))
     if HAS_BITS:
         place = mask_bits + bits_start + row_start * 4
-        live &= _are_set(layout, place, bits_start != NO_BITS, (column_start - start) // 4)
+        live &= are_set(layout, place, bits_start != NO_BITS, (column_start - start) // 4)
     return live
 
 
 @gluon.jit
-def _are_set(layout: gl.constexpr, place, exist, first_bit):
+def are_set(layout: gl.constexpr, place, exist, first_bit):
     """Return which mask bits of a tile are set, bool ``[ROWS, COLUMNS]`` in ``layout``.
 
     In the accumulator layout a thread has pairs of adjacent columns, 8 columns apart. Mask bits are

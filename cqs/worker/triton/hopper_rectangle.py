@@ -1,8 +1,9 @@
-"""The backward kernel for Hopper GPUs of a rectangle of scores, with five products per block.
+"""The backward kernel for Hopper GPUs with five products per block.
 
-The rectangle has all queries and all keys of its tensors, dense or causal. backward.py explains the
-gradients. The other kernels compute the scores twice; this one computes all three gradients from
-the same scores, and adds those of the queries to float32 sums in memory.
+It computes a rectangle of scores, dense or causal, with all queries and keys of its tensors; or the
+pairs of a list of visits, see visits.py. backward.py explains the gradients. The other kernels
+compute the scores twice; this one computes all three gradients from the same scores, and adds those
+of the queries to float32 sums in memory.
 
 An item is a tile of 128 keys of one KV head, which visits the blocks of 64 queries that see it:
 
@@ -13,8 +14,8 @@ An item is a tile of 128 keys of one KV head, which visits the blocks of 64 quer
   copy of the TMA unit.
 
 The additions to a block have a fixed order, that of the tiles: the gradients are deterministic. A
-counter for each block is the number of the tile whose turn it is. If the rectangle is the only one,
-the first tile overwrites, so that the sums need no zeros; otherwise launches add up.
+counter for each block is the number of tiles that have visited it. If the rectangle is the only
+one, the first tile overwrites, so that the sums need no zeros; otherwise launches add up.
 
 Nobody waits forever, however many programs run at the same time. Programs take items from one
 counter: tile 0 of all heads, tile 1 of all heads, and so on. A visit waits only for the visits of
@@ -22,10 +23,11 @@ lower tiles, whose items were taken before by programs that are running. So of t
 not finished, the first in the queue waits for no other item. An order in which a tile waits for a
 later one would deadlock if fewer programs run than there are items.
 
-All tiles visit blocks from the last to the first, each block of all query heads of the KV head.
-Tiles that are taken one after another then follow each other through the blocks, and causal items
-are taken longest first. If a tile visited all blocks of one query head before the next head, the
-tiles after it, which are shorter, would wait for it at every head.
+All tiles visit blocks from the last to the first. Tiles that are taken one after another then
+follow each other through the blocks, and causal items are taken longest first. All query heads of
+the KV head visit a block before the next block: if a tile visited all blocks of one query head
+before the next head, the tiles after it, which are shorter, would wait for it at every head. In a
+window tiles begin at different blocks, and are faster if each query head visits all blocks.
 
 hopper_queue.py explains the barriers and their parities.
 """
@@ -44,6 +46,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cqs.worker.triton.fields import VISIT_BLOCK, VISIT_FIELDS, VISIT_MASK, VISIT_TURN
+from cqs.worker.triton.hopper_pairs import are_set
 from cqs.worker.triton.hopper_queue import async_load
 
 TILE_KEYS = gl.constexpr(128)
@@ -157,6 +161,10 @@ def rectangle_gradients(
     grad_key,
     grad_value,
     state,
+    starts,
+    visits,
+    visit_records,
+    mask_bits,
     num_kv_heads,
     num_tiles,
     num_blocks,
@@ -172,6 +180,7 @@ def rectangle_gradients(
     IS_CAUSAL: gl.constexpr,
     IS_RAGGED: gl.constexpr,
     IS_SUM: gl.constexpr,
+    HEADS_ALTERNATE: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
@@ -190,6 +199,11 @@ def rectangle_gradients(
             added to.
         grad_value: The gradient of the values in the same shape; overwritten or added to.
         state: int32 zeros ``[STATE_TURNS + num_heads * num_blocks]``.
+        starts: int32 ``[num_tiles + 1]``: first visit of each tile, see visits.py. ``None`` means
+            that tiles visit all blocks, or all at and below the diagonal.
+        visits: int32 ``[num_visits, VISIT_FIELDS]``, or ``None``.
+        visit_records: Descriptor of the visits, flat, in blocks of 32 integers, or ``None``.
+        mask_bits: int32 mask bits of the visits, or ``None``.
         num_kv_heads: Number of KV heads of all batch elements.
         num_tiles: Number of tiles of 128 keys of a head.
         num_blocks: Number of blocks of 64 queries of a head.
@@ -205,6 +219,8 @@ def rectangle_gradients(
         IS_CAUSAL: Whether pairs above the diagonal are masked out.
         IS_RAGGED: Whether the last tile of a head has fewer than 128 keys.
         IS_SUM: Whether to add to the results instead of overwriting them.
+        HEADS_ALTERNATE: Whether all query heads of a KV head visit a block before the next block;
+            otherwise each of them visits all blocks.
         STAGES: Blocks of queries and of the output's gradient in shared memory.
         BUFFERS: Blocks of dQ in shared memory.
     """
@@ -255,19 +271,35 @@ def rectangle_gradients(
     queue = (item, item_ready, item_free)
     sizes = (num_kv_heads, num_tiles, num_blocks, num_keys, group, together, offset)
     tile = (k, v, halves, tile_ready, tile_free)
-    ring = (q, do, lse, delta, ready, free)
+    ring = (q, do, lse, delta, visits, ready, free)  # without visits there are no records
+    if visits is not None:
+        records = gl.allocate_shared_memory(gl.int32, [STAGES, 32], visit_records.layout)
+        ring = (q, do, lse, delta, records, ready, free)
     exchange = (ds, ds_ready, dq, dq_ready, dq_free)
     target = (grad_key, grad_value, rows_of_head, scale, scale_log2)
-    sources = (query, key, value, grad_output, key_halves, statistics, heads_of_batch)
-    context = (queue, sizes, tile, ring, exchange, target)
+    sources = (
+        query,
+        key,
+        value,
+        grad_output,
+        key_halves,
+        statistics,
+        visit_records,
+        heads_of_batch,
+    )
+    lists = (starts, visits, mask_bits)
+    context = (queue, sizes, tile, ring, exchange, target, lists)
     # The consumers' accumulators take all registers that the three other warps can spare.
+    producing = (queue, sizes, tile, ring, sources, lists, state, IS_CAUSAL, HEADS_ALTERNATE)
+    even = (queue, sizes, exchange, grad_query, lists, state, IS_CAUSAL, IS_SUM, HEADS_ALTERNATE, 0)
+    odd = (queue, sizes, exchange, grad_query, lists, state, IS_CAUSAL, IS_SUM, HEADS_ALTERNATE, 1)
     gl.warp_specialize(
         [
             (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 0)),
             (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 1)),
-            (_produce, (queue, sizes, tile, ring, sources, state, IS_CAUSAL)),
-            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, IS_SUM, 0)),
-            (_write, (queue, sizes, exchange, grad_query, state, IS_CAUSAL, IS_SUM, 1)),
+            (_produce, producing),
+            (_write, even),
+            (_write, odd),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -303,25 +335,74 @@ def _load(source, coordinates, barrier, target):
 
 
 @gluon.jit
-def _following(query_head, block, head, group):
-    """Return the query head and the block of a tile's next visit."""
-    is_last = query_head == head * group + group - 1
-    return gl.where(is_last, head * group, query_head + 1), gl.where(is_last, block - 1, block)
+def _visits_of(tile, first, sizes, lists):
+    """Return the number of a tile's first visit, the number of visits, and the step between them.
+
+    They are the same for each query head. Without a list the number of a visit is its block.
+    """
+    starts, _, _ = lists
+    _, _, num_blocks, _, _, _, _ = sizes
+    number = num_blocks - 1
+    count = num_blocks - first
+    step = -1
+    if starts is not None:
+        number = gl.load(starts + tile)
+        count = gl.load(starts + tile + 1) - number
+        step = 1
+    return number, count, step
 
 
 @gluon.jit
-def _produce(queue, sizes, tile_memory, ring, sources, state, IS_CAUSAL: gl.constexpr):
+def _following(query_head, number, head, group, place, HEADS_ALTERNATE: gl.constexpr):
+    """Return the query head and the number of a tile's next visit.
+
+    Args:
+        query_head: Query head of this visit.
+        number: Number of this visit.
+        head: KV head of the tile.
+        group: Number of query heads of a KV head.
+        place: Number of the tile's first visit, the number of visits, and the step between them.
+        HEADS_ALTERNATE: Whether all query heads visit a block before the next block.
+    """
+    first, count, step = place
+    if HEADS_ALTERNATE:
+        is_last = query_head == head * group + group - 1
+        following = gl.where(is_last, number + step, number)
+        following_head = gl.where(is_last, head * group, query_head + 1)
+    else:
+        is_last = number == first + (count - 1) * step
+        following = gl.where(is_last, first, number + step)
+        following_head = gl.where(is_last, query_head + 1, query_head)
+    return following_head, following
+
+
+@gluon.jit
+def _produce(
+    queue,
+    sizes,
+    tile_memory,
+    ring,
+    sources,
+    lists,
+    state,
+    IS_CAUSAL: gl.constexpr,
+    HEADS_ALTERNATE: gl.constexpr,
+):
     """Take items, publish them, and copy their tiles and blocks to shared memory."""
     k, v, halves, tile_ready, tile_free = tile_memory
-    q, do, lse, delta, ready, free = ring
-    query, key, value, grad_output, key_halves, statistics, heads_of_batch = sources
+    q, do, lse, delta, records, ready, free = ring
+    query, key, value, grad_output, key_halves, statistics, visit_records, heads_of_batch = sources
+    _, visits, _ = lists
     num_kv_heads, num_tiles, num_blocks, _, group, _, _ = sizes
     STAGES: gl.constexpr = q.shape[0]
     HALF: gl.constexpr = k.shape[1]
     BLOCK_D: gl.constexpr = k.shape[2]
     TILE_BYTES: gl.constexpr = (2 if BLOCK_D == 128 else 3) * 2 * key.block_type.nbytes
     BLOCK_BYTES: gl.constexpr = (
-        query.block_type.nbytes + grad_output.block_type.nbytes + 2 * statistics.block_type.nbytes
+        query.block_type.nbytes
+        + grad_output.block_type.nbytes
+        + 2 * statistics.block_type.nbytes
+        + (0 if visits is None else 32 * 4)
     )
     num_items = num_kv_heads * num_tiles
     # The first item comes from the counter too: a tile may only wait for programs that run.
@@ -345,8 +426,12 @@ def _produce(queue, sizes, tile_memory, ring, sources, state, IS_CAUSAL: gl.cons
                     corner = [batch, head_of_batch, 0, first_key, part * (BLOCK_D // 2)]
                     _load(key_halves, corner, arrived, halves.index(half * 2 + part))
         query_head = head * group
-        block = num_blocks - 1
-        for _visit in range((num_blocks - first) * group):
+        of_tile = _visits_of(tile, first, sizes, lists)
+        number, count, _ = of_tile
+        for _visit in range(count * group):
+            block = number
+            if visits is not None:
+                block = gl.load(visits + number * VISIT_FIELDS + VISIT_BLOCK)
             stage = i % STAGES
             arrived = ready.index(stage)
             mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
@@ -358,7 +443,11 @@ def _produce(queue, sizes, tile_memory, ring, sources, state, IS_CAUSAL: gl.cons
             async_load(statistics, [of_rows], arrived, lse.index(stage))
             _load(grad_output, [batch, of_batch, 0, row, 0], arrived, do.index(stage))
             async_load(statistics, [of_rows + BLOCK_QUERIES], arrived, delta.index(stage))
-            query_head, block = _following(query_head, block, head, group)
+            if visits is not None:
+                async_load(visit_records, [number * VISIT_FIELDS], arrived, records.index(stage))
+            query_head, number = _following(
+                query_head, number, head, group, of_tile, HEADS_ALTERNATE
+            )
             i += 1
         # Taken late, so that items start in the order of the queue.
         index = gl.atomic_add(state + STATE_ITEM, 1)
@@ -372,13 +461,16 @@ def _write(
     sizes,
     exchange,
     grad_query,
+    lists,
     state,
     IS_CAUSAL: gl.constexpr,
     IS_SUM: gl.constexpr,
+    HEADS_ALTERNATE: gl.constexpr,
     writer: gl.constexpr,
 ):
     """Add the blocks of dQ of even visits, or those of odd visits, to memory."""
     _, _, dq, dq_ready, dq_free = exchange
+    _, visits, _ = lists
     num_kv_heads, num_tiles, num_blocks, _, group, _, _ = sizes
     BUFFERS: gl.constexpr = dq.shape[0]
     ROWS: gl.constexpr = grad_query.block_shape[0]
@@ -390,21 +482,27 @@ def _write(
     while index < num_items:
         head, tile, first = place_of_item(index, sizes, IS_CAUSAL)
         query_head = head * group
-        block = num_blocks - 1
-        for _visit in range((num_blocks - first) * group):
+        of_tile = _visits_of(tile, first, sizes, lists)
+        number, count, _ = of_tile
+        for _visit in range(count * group):
             if i % 2 == writer:
+                block = number
+                turn_of_visit = tile
+                if visits is not None:
+                    block = gl.load(visits + number * VISIT_FIELDS + VISIT_BLOCK)
+                    turn_of_visit = gl.load(visits + number * VISIT_FIELDS + VISIT_TURN)
                 place = query_head * num_blocks + block
                 of_block = (state + STATE_TURNS + place).to(gl.int64)
                 gl.inline_asm_elementwise(
                     _WAIT_FOR_TURN,
                     "=r,l,r",
-                    [of_block, tile],
+                    [of_block, turn_of_visit],
                     dtype=gl.int32,
                     is_pure=False,
                     pack=1,
                 )
                 mbarrier.wait(dq_ready.index(i & 1), i >> 1 & 1)
-                if tile < NUM_OVERWRITING:
+                if turn_of_visit < NUM_OVERWRITING:
                     async_store(grad_query, [place * ROWS, 0], dq.index(i % BUFFERS))
                 else:
                     async_add(grad_query, [place * ROWS, 0], dq.index(i % BUFFERS))
@@ -413,7 +511,9 @@ def _write(
                 gl.inline_asm_elementwise(
                     _PASS_TURN_ON, "=r,l", [of_block], dtype=gl.int32, is_pure=False, pack=1
                 )
-            query_head, block = _following(query_head, block, head, group)
+            query_head, number = _following(
+                query_head, number, head, group, of_tile, HEADS_ALTERNATE
+            )
             i += 1
         turn += 1
         index = _next(queue, turn)
@@ -428,7 +528,7 @@ def _consume(
     half: gl.constexpr,
 ):
     """Compute the gradients of 64 keys of each tile, and half of the columns of dQ."""
-    queue, sizes, tile_memory, _, _, target = context
+    queue, sizes, tile_memory, _, _, target, lists = context
     k, _, _, tile_ready, tile_free = tile_memory
     num_kv_heads, num_tiles, num_blocks, num_keys, group, _, offset = sizes
     grad_key, grad_value, rows_of_head, scale, _ = target
@@ -452,7 +552,8 @@ def _consume(
         else:
             distance = num_keys - row
         member = 0
-        for _visit in range((num_blocks - first) * group):
+        of_tile = _visits_of(tile, first, sizes, lists)
+        for _visit in range(of_tile[1] * group):
             acc_k, acc_v = _add_products(
                 context, i, acc_k, acc_v, distance, IS_CAUSAL, IS_RAGGED, half
             )
@@ -518,6 +619,14 @@ def _live(layout: gl.constexpr, distance):
 
 
 @gluon.jit
+def _mask_of(record):
+    """Return the index of the mask bits of a visit, or -1, given its record in shared memory."""
+    values = record.load(gl.BlockedLayout([32], [32], [gl.num_warps()], [0]))
+    field = gl.arange(0, 32, values.type.layout)
+    return gl.sum(gl.where(field == VISIT_MASK, values, 0), 0)
+
+
+@gluon.jit
 def _add_products(
     context,
     i,
@@ -531,7 +640,7 @@ def _add_products(
     """Add the products of a block to dK and dV, and hand over its dQ to a writer.
 
     Args:
-        context: Queue, sizes, tile, ring, exchange and target of ``rectangle_gradients``.
+        context: Queue, sizes, tile, ring, exchange, target and lists of ``rectangle_gradients``.
         i: Number of visits so far.
         acc_k: Gradient of the keys so far, float32 ``[64, BLOCK_D]``.
         acc_v: Gradient of the values so far, float32 ``[64, BLOCK_D]``.
@@ -544,9 +653,10 @@ def _add_products(
     Returns:
         ``acc_k`` and ``acc_v``.
     """
-    _, _, tile_memory, ring, exchange, target = context
+    _, _, tile_memory, ring, exchange, target, lists = context
     k_tile, v_tile, halves, _, _ = tile_memory
-    q_ring, do_ring, lse_ring, delta_ring, ready, free = ring
+    q_ring, do_ring, lse_ring, delta_ring, records, ready, free = ring
+    _, _, mask_bits = lists
     ds, ds_ready, dq_buffers, dq_ready, dq_free = exchange
     _, _, _, _, scale_log2 = target
     STAGES: gl.constexpr = q_ring.shape[0]
@@ -570,7 +680,13 @@ def _add_products(
     s = warpgroup_mma_wait(1, [s])
     lses = lse_ring.index(stage).load(of_columns)
     p = gl.exp2(s * scale_log2 + gl.expand_dims(lses, 0))
-    if IS_CAUSAL:
+    mask = -1
+    if mask_bits is not None:
+        mask = _mask_of(records.index(stage))
+        if mask >= 0:
+            live = are_set(layout, mask_bits + mask + half * HALF * 4, mask >= 0, 0)
+            p = gl.where(live, p, 0.0)
+    elif IS_CAUSAL:
         if distance < HALF - 1:
             p = gl.where(_live(layout, distance), p, 0.0)
     elif IS_RAGGED:
@@ -581,7 +697,11 @@ def _add_products(
     acc_v = warpgroup_mma(p_operand, do, acc_v, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
     grad_s = p * dp
-    if IS_CAUSAL:
+    if mask_bits is not None:
+        if mask >= 0:
+            live = are_set(layout, mask_bits + mask + half * HALF * 4, mask >= 0, 0)
+            grad_s = gl.where(live, grad_s, 0.0)
+    elif IS_CAUSAL:
         if distance < HALF - 1:  # NaN of a masked pair would not vanish by p = 0
             grad_s = gl.where(_live(layout, distance), grad_s, 0.0)
     grad_s = grad_s.to(q.dtype)

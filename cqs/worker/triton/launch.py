@@ -22,7 +22,12 @@ from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
 from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
-from cqs.worker.triton.rectangle_launch import gradients_of_rectangles, takes_rectangle_kernel
+from cqs.worker.triton.rectangle_launch import (
+    gradients_of_rectangles,
+    gradients_of_visits,
+    takes_rectangle_kernel,
+    takes_visits,
+)
 from cqs.worker.triton.statistics_launch import launch_row_statistics
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
@@ -130,7 +135,7 @@ def gradients_of_block_rows(
     """Compute the gradients of all block rows' live pairs.
 
     There are two launches for each pair of steps: one for queries, one for keys and values. On
-    Hopper GPUs each of a few large rectangles takes one launch instead, see
+    Hopper GPUs large rectangles and patterns without gaps take one launch instead, see
     :mod:`cqs.worker.triton.rectangle_launch`.
 
     Args:
@@ -149,9 +154,12 @@ def gradients_of_block_rows(
     _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
     tiles = _choose_tiles(operands, is_backward=True)
-    if tiles.on_hopper and into is None and takes_rectangle_kernel(operands):
-        num_processors = _num_processors(query.device)
-        return gradients_of_rectangles(operands, grad_output, output, lse, dtype, num_processors)
+    if tiles.on_hopper and into is None:
+        of_rows = grad_output, output, lse, dtype, _num_processors(query.device)
+        if takes_visits(operands):
+            return gradients_of_visits(operands, *of_rows)
+        if takes_rectangle_kernel(operands):
+            return gradients_of_rectangles(operands, *of_rows)
     statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(

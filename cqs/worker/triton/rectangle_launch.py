@@ -1,4 +1,4 @@
-"""Launches of the backward kernel of rectangles of scores, on Hopper GPUs."""
+"""Launches of the backward kernel with five products, on Hopper GPUs: rectangles and patterns."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cqs.launches import Arguments, Launcher
 from cqs.patterns.views import View
+from cqs.worker.cuda_graphs import cached_on_device
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton.descriptors import describe
 from cqs.worker.triton.hopper_rectangle import (
@@ -24,6 +25,7 @@ from cqs.worker.triton.hopper_rectangle import (
     rectangle_gradients,
 )
 from cqs.worker.triton.statistics_launch import launch_row_statistics
+from cqs.worker.triton.visits import VISIT_FIELDS, count_visits, make_visit_list
 from cqs.worker.work import Work
 
 _HEAD_DIMS = (64, 128)
@@ -38,11 +40,32 @@ _MIN_DENSE_HEADS = 4
 follow one another."""
 _MOST_RECTANGLES = 256
 """Most rectangles of a call; packed documents have thousands, which are small."""
-_TOGETHER = 4
-"""KV heads whose tiles alternate in the queue without a causal mask; with one all do.
+_TOGETHER = (40, 16), (320, 4)
+"""Mean numbers of visits of a tile up to which tiles of so many query heads alternate in the queue.
 
-On an H100 with 16 heads of 128, non-causal, 4 give 563 TFLOP/s at 16K tokens and 579 at 64K; all 16
-give 525 and 314. Causal at 16K, all 16 give 542 and 4 give 514."""
+Beyond, those of one KV head follow one another. With a causal mask and no list of visits those of
+all heads alternate.
+
+On one H100, non-causal, 16 heads of 128 with 1, 4 and 16 heads together: 524, 528 and 403 TFLOP/s
+at 16K tokens (256 visits), 561, 503 and 340 at 32K, 551, 418 and 310 at 64K, 549, 344 and 299 at
+128K.
+A window of 25 % of 16K tokens, 32 query heads and 8 KV heads, with 1, 2, 4 and 8 KV heads: 496,
+500, 313 and 318.
+Documents of 1500 tokens on average, which have 30 visits: 149, 347 and 388 at 64K."""
+_MIN_VISITS = {64: 45_000, 128: 12_000}
+"""Visits of all query heads from which lists of visits are used, by columns.
+
+With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of seven products
+(median 0.82), with fewer 0.63 to 1.60 (one H100)."""
+_MOST_VISITS = 2**21
+"""Most visits of a head: a list of more would take more than 32 MiB, and lists are kept."""
+_MOST_SPANNED = 1.1
+"""Most blocks from a tile's first to its last visit, relative to the visits.
+
+Windows and documents have no gaps. Tiles with gaps wait for each other: BigBird takes 1.5 of the
+time of the kernels of seven products, blocks at random 0.94 to 1.15 (one H100)."""
+_INTEGERS_OF_COPY = 32
+"""Integers of a record of a visit and of those after it: copies are aligned to 128 bytes."""
 _STAGES = {64: 4, 128: 3}
 """Blocks of queries in shared memory, by columns."""
 _BUFFERS = {64: 2, 128: 1}
@@ -93,6 +116,31 @@ def takes_rectangle_kernel(operands: TaskOperands) -> bool:
     if num_kv_heads < _MIN_DENSE_HEADS and not any(each.is_causal for each in rectangles):
         least *= 3
     return num_heads * sum(each.num_pairs for each in rectangles) >= least
+
+
+def takes_visits(operands: TaskOperands) -> bool:
+    """Return whether :func:`gradients_of_visits` computes the gradients of these operands.
+
+    Args:
+        operands: Tensors and options for which the kernels for Hopper GPUs are chosen. A single
+            rectangle that :func:`takes_rectangle_kernel` accepts requires no list.
+    """
+    query, key, value, work, _, dropout, _, terms = operands
+    if terms is not None or dropout is not None or query.shape[-1] != value.shape[-1]:
+        return False
+    if query.shape[-1] not in _HEAD_DIMS:
+        return False
+    rectangles = rectangles_of(work)
+    if rectangles is not None and len(rectangles) == 1:
+        return False
+    counts = count_visits(work, query.shape[2], key.shape[2])
+    if counts is None or counts.num_visits > _MOST_VISITS:
+        return False
+    num_visits = query.shape[:2].numel() * counts.num_visits
+    return (
+        num_visits >= _MIN_VISITS[query.shape[-1]]
+        and counts.num_spanned <= _MOST_SPANNED * counts.num_visits
+    )
 
 
 @lru_cache(maxsize=256)
@@ -203,6 +251,66 @@ def gradients_of_rectangles(
     return grad_query, *(each.to(dtype or torch.float32) for each in of_keys)
 
 
+class _Visits(NamedTuple):
+    """The visits of a work on the device, see visits.py."""
+
+    starts: Tensor
+    visits: Tensor
+    masks: Tensor
+    num_unvisited: int
+    """Number of blocks of queries without a visit."""
+    is_aligned: bool
+    """Whether tiles begin at the same blocks, see ``VisitCounts``."""
+
+
+@cached_on_device
+def _make_visits(device: torch.device, work: Work, num_queries: int, num_keys: int) -> _Visits:
+    found = make_visit_list(work, num_queries, num_keys)
+    arrays = found.starts, found.visits, found.masks
+    starts, visits, masks = (torch.from_numpy(each).flatten().to(device) for each in arrays)
+    counts = count_visits(work, num_queries, num_keys)
+    assert counts is not None
+    return _Visits(starts, visits, masks, found.num_unvisited, counts.is_aligned)
+
+
+def gradients_of_visits(
+    operands: TaskOperands,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    dtype: torch.dtype | None,
+    num_processors: int,
+) -> Sequence[Tensor]:
+    """Compute the gradients of a sparse pattern, or of several rectangles, in one launch.
+
+    Besides its results it allocates float32 sums of dQ, two float32 statistics per query and an
+    int32 turn for each block of 64 queries. Lists of visits are kept on the device, 16 bytes for
+    each tile of 128 keys and block of 64 queries that have a live pair.
+
+    Args:
+        operands: Tensors and options that :func:`takes_visits` accepts.
+        grad_output: Gradient of the output, ``[batch, num_heads, rows_q, head_dim]``.
+        output: Output of the whole problem, in the same shape.
+        lse: LSE of the whole problem, float32 ``[batch, num_heads, rows_q]``.
+        dtype: Dtype of the gradients; ``None`` means float32.
+        num_processors: Number of programs at most; it does not change the result.
+
+    Returns:
+        Gradients of query, key and value in their shapes, contiguous.
+    """
+    query, key, value, work, scale, *_ = operands
+    lists = _make_visits(query.device, work, query.shape[2], key.shape[2])
+    found = [
+        torch.empty(each.shape, dtype=dtype or torch.float32, device=each.device)
+        for each in (query, key, value)
+    ]
+    grad_query, *of_keys = found
+    of_rows = query, grad_output, output, lse, grad_query
+    parts = [(False, key, value, *of_keys)]
+    _add_rectangles(of_rows, parts, scale, num_processors, is_sum=False, lists=lists)
+    return found
+
+
 def _add_rectangles(
     of_rows: Sequence[Tensor],
     parts: Sequence[tuple[Any, ...]],
@@ -210,6 +318,7 @@ def _add_rectangles(
     num_processors: int,
     *,
     is_sum: bool,
+    lists: _Visits | None = None,
 ) -> None:
     """Compute the gradients of rectangles of the same queries.
 
@@ -221,19 +330,22 @@ def _add_rectangles(
         scale: Factor on the scores.
         num_processors: Number of programs at most.
         is_sum: Whether the launches add to sums. Otherwise there is one, which overwrites.
+        lists: The visits of the only rectangle; ``None`` if all its pairs are live, or causal.
     """
     query, grad_output, output, lse, grad_query = of_rows
     batch, num_heads, num_queries, head_dim = query.shape
     heads, num_blocks = batch * num_heads, triton.cdiv(num_queries, _QUERIES)
     of_blocks, _ = launch_row_statistics(grad_output, output, lse, in_blocks_of=_QUERIES)
     statistics = of_blocks.as_strided((2 * heads * num_blocks * _QUERIES,), (1,))
-    new = torch.zeros if is_sum else torch.empty
+    is_partial = lists is not None and lists.num_unvisited > 0
+    new = torch.zeros if is_sum or is_partial else torch.empty
     shape = heads * num_blocks * _QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS
     sums = new(shape, dtype=torch.float32, device=query.device)
     for is_causal, key, value, grad_key, grad_value in parts:
         _launch_rectangle(
             (query, key, value, grad_output, statistics, sums, grad_key, grad_value),
             (is_causal, is_sum, scale, num_processors),
+            lists,
         )
     is_causal, key, *_ = parts[0]
     first = max(num_queries - key.shape[2], 0) // _QUERIES if is_causal and not is_sum else 0
@@ -246,7 +358,11 @@ def _add_rectangles(
     _CONVERT.launch((sums, grad_query), make, key=(scale, first))
 
 
-def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, float, int]) -> None:
+def _launch_rectangle(
+    tensors: tuple[Tensor, ...],
+    options: tuple[bool, bool, float, int],
+    lists: _Visits | None,
+) -> None:
     """Add the gradients of one rectangle to sums, or overwrite them.
 
     Args:
@@ -254,6 +370,7 @@ def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, fl
             ``rectangle_gradients``, and the gradients of key and value.
         options: Whether it is causal, whether it adds to sums, the factor on the scores, and the
             number of programs at most.
+        lists: The visits of the rectangle, or ``None``.
     """
     is_causal, is_sum, scale, num_processors = options
 
@@ -270,6 +387,7 @@ def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, fl
         batch, num_heads, num_queries, head_dim = query.shape
         _, heads_of_batch, num_keys, _ = key.shape
         num_kv_heads, num_tiles = batch * heads_of_batch, triton.cdiv(num_keys, _KEYS)
+        group = num_heads // heads_of_batch
         descriptors = [
             describe(query, 1, _QUERIES, on_hopper=True),
             describe(key, 1, half, on_hopper=True),
@@ -279,13 +397,19 @@ def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, fl
             _describe_flat(statistics, [_QUERIES]),
             _describe_flat(sums, [_QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS]),
         ]
+        of_lists: list[Any] = [None] * 4
+        visits_of_tile: float = triton.cdiv(num_queries, _QUERIES)
+        if lists is not None:
+            of_visits = _describe_flat(lists.visits, [_INTEGERS_OF_COPY])
+            visits_of_tile = lists.visits.numel() / VISIT_FIELDS / num_tiles
+            of_lists = [lists.starts, lists.visits, of_visits, lists.masks]
         numbers = (
             num_kv_heads,
             num_tiles,
             triton.cdiv(num_queries, _QUERIES),
             num_keys,
-            num_heads // heads_of_batch,
-            num_kv_heads if is_causal else min(_TOGETHER, num_kv_heads),
+            group,
+            num_kv_heads if is_causal else min(_num_together(visits_of_tile, group), num_kv_heads),
             num_keys - num_queries,
             heads_of_batch,
             written[0].stride(1) // head_dim,
@@ -297,20 +421,30 @@ def _launch_rectangle(tensors: tuple[Tensor, ...], options: tuple[bool, bool, fl
             "IS_CAUSAL": is_causal,
             "IS_RAGGED": num_keys % _KEYS != 0,
             "IS_SUM": is_sum,
+            "HEADS_ALTERNATE": lists is None or lists.is_aligned,
             "STAGES": _STAGES[head_dim],
             "BUFFERS": _BUFFERS[head_dim],
             "num_warps": 4,
         }
         grid = (min(num_kv_heads * num_tiles, num_processors),)
-        return grid, (*descriptors, *written, *numbers), constants
+        return grid, (*descriptors, *written, *of_lists, *numbers), constants
 
     query = tensors[0]
     turns = query.shape[:2].numel() * triton.cdiv(query.shape[2], _QUERIES)
     state = torch.zeros(STATE_TURNS.value + turns, dtype=torch.int32, device=query.device)
-    _RECTANGLE.launch((*tensors, state), make, key=options)
+    kept = () if lists is None else lists[:3]
+    _RECTANGLE.launch((*tensors, state), make, key=options, kept=kept)
+
+
+def _num_together(visits_of_tile: float, group: int) -> int:
+    """Return the number of KV heads whose tiles alternate in the queue, see ``_TOGETHER``."""
+    for most_visits, number in _TOGETHER:
+        if visits_of_tile <= most_visits:
+            return max(number // group, 1)
+    return 1
 
 
 def _describe_flat(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Describe contiguous float32 for TMA, in shared memory without swizzling."""
+    """Describe contiguous 4-byte elements for TMA, in shared memory without swizzling."""
     layout = gl.NVMMASharedLayout(0, 32, len(block))
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
