@@ -2,6 +2,7 @@
 
 from math import isfinite
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,10 +83,10 @@ class _Cpu(CallBackend):
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
-        # Most calls are sound, which few operators show. A sum is not finite if an element is not.
-        # A row without a live pair is not finite, or has LSE 0.
-        total = found.output.sum() + found.lse.sum()
-        if isfinite(total.item()) and found.lse.count_nonzero() == found.lse.numel():
+        # Most calls are sound. A sum is not finite if an element is not. A row without a live pair
+        # is not finite, or has LSE 0. NumPy's functions take less time than operators do.
+        lse = found.lse.numpy()
+        if np.isfinite(lse).all() and lse.all() and isfinite(found.output.sum().item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:

@@ -43,7 +43,7 @@ def outside_of_graphs(make: Callable[[], _T]) -> _T:
 
 
 def cached_on_device(
-    make: Callable[Concatenate[torch.device, _P], _T],
+    make: Callable[Concatenate[torch.device, _P], _T], most: int = 256
 ) -> Callable[Concatenate[torch.device, _P], _T]:
     """Cache a function's tensors per device; keep those forever that a captured CUDA graph reads.
 
@@ -51,9 +51,10 @@ def cached_on_device(
 
     Args:
         make: Function of a device and hashable arguments.
+        most: Most results that are kept, of all devices.
     """
 
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=most)
     @wraps(make)
     def make_anew(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         check_not_captured(device)

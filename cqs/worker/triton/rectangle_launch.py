@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -57,8 +57,8 @@ _MIN_VISITS = {64: 45_000, 128: 12_000}
 
 With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of seven products
 (median 0.82), with fewer 0.63 to 1.60 (one H100)."""
-_MOST_VISITS = 2**21
-"""Most visits of a head: a list of more would take more than 32 MiB, and lists are kept."""
+_MOST_VISITS, _MOST_LISTS = 2**20, 16
+"""Most visits of a head, and most lists that are kept: 16 MiB each."""
 _MOST_SPANNED = 1.1
 """Most blocks from a tile's first to its last visit, relative to the visits.
 
@@ -263,7 +263,7 @@ class _Visits(NamedTuple):
     """Whether tiles begin at the same blocks, see ``VisitCounts``."""
 
 
-@cached_on_device
+@partial(cached_on_device, most=_MOST_LISTS)
 def _make_visits(device: torch.device, work: Work, num_queries: int, num_keys: int) -> _Visits:
     found = make_visit_list(work, num_queries, num_keys)
     arrays = found.starts, found.visits, found.masks
