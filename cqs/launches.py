@@ -11,9 +11,6 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-_MOST_PREPARED = 256
-"""Number of launches of a kernel that are kept."""
-
 Arguments = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """The grid of a launch, its positional and its keyword arguments."""
 
@@ -42,9 +39,15 @@ class Launcher:
     device of all other tensors. These determine the compiled code and all other arguments.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        """Launch a kernel that was decorated with ``triton.jit`` or ``gluon.jit``."""
+    def __init__(self, kernel: Any, most: int = 256) -> None:
+        """Launch a kernel that was decorated with ``triton.jit`` or ``gluon.jit``.
+
+        Args:
+            kernel: The kernel.
+            most: Number of launches that are prepared at most; each holds its kept tensors.
+        """
         self._kernel = kernel
+        self._most = most
         self._prepared: dict[Any, _Prepared] = {}
 
     def launch(
@@ -135,7 +138,7 @@ class Launcher:
             else:
                 continue
             arguments[i] = None  # frees its memory
-        if len(self._prepared) >= _MOST_PREPARED:
+        if len(self._prepared) >= self._most:
             self._prepared.pop(next(iter(self._prepared)), None)
         whole_grid = *grid, *(1, 1, 1)[len(grid) :]
         self._prepared[signature] = _Prepared(

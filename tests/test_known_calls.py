@@ -114,6 +114,19 @@ def test_autocast_and_views_give_the_same() -> None:
     assert torch.equal(cqs.attention(*negative), wanted)
 
 
+def test_first_calls_in_any_mode_serve_later_ones() -> None:
+    pattern = sliding_window(13, 1)
+    tensors = draw(76)
+    with torch.device("meta"), torch.inference_mode():  # of tensors that name no device
+        found = cqs.attention(*tensors, pattern=pattern)
+    query, key, value = (each.clone().requires_grad_() for each in tensors)
+    answer = cqs.attention(query, key, value, pattern=pattern)
+    answer.sum().backward()
+    assert query.grad is not None
+    assert torch.equal(answer, found)
+    assert torch.equal(cqs.attention(*tensors, pattern=pattern), found)
+
+
 def test_logged_passes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     tensors = draw()
     cqs.attention(*tensors)

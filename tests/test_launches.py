@@ -129,10 +129,9 @@ def test_launches_with_copies_and_of_interpreted_kernels_are_not_prepared():
 
 
 @pytest.mark.usefixtures("driver")
-def test_launches_keep_only_the_kept_tensors_and_are_bounded(monkeypatch):
-    monkeypatch.setattr(launches, "_MOST_PREPARED", 2)
+def test_launches_keep_only_the_kept_tensors_and_are_bounded():
     kernel, table = Kernel(), draw()
-    launcher = Launcher(kernel)
+    launcher = Launcher(kernel, most=2)
     for block in (16, 32, 64, 64, 32, 16):
         query = draw()
         launch(launcher, query, query, table, block)

@@ -86,7 +86,7 @@ def _find_call(
     Raises:
         Exception: An argument is wrong; see :func:`cqs.attention`.
     """
-    like = (torch.zeros((), dtype=dtype) for dtype in dtypes)
+    like = (torch.zeros((), dtype=dtype, device="cpu") for dtype in dtypes)
     tensors = [each.expand(size) for each, size in zip(like, sizes, strict=True)]
     query, key, value = tensors
     is_causal, scale, pattern, enable_gqa, backend = options

@@ -138,14 +138,14 @@ def _only_call(plan: Plan) -> Call | None:
 def find_single_call(part: Planned) -> tuple[CallBackend, Operands] | None:
     """Return the backend and the operands if one call computes a whole problem, else None.
 
+    The call does not add sinks.
+
     Raises:
         NotImplementedError: The named backend does not support the tensors.
     """
-    work = _work_of(part.plan)
-    chosen = Worker.of(part.problem, part.backend, work.steps).chosen
-    return (
-        _single_call(part.problem, part.plan, work, chosen) if part.problem.sinks is None else None
-    )
+    problem, plan, backend = part
+    work = _work_of(plan)
+    return _single_call(problem, plan, work, Worker.of(problem, backend, work.steps).chosen)
 
 
 def _single_call(

@@ -85,7 +85,7 @@ class _Cpu(CallBackend):
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
         # Most calls are sound. A sum is not finite if an element is not. A row without a live pair
         # is not finite, or has LSE 0. NumPy's functions take less time than operators do.
-        lse = found.lse.numpy()
+        lse = found.lse.detach().numpy()
         if np.isfinite(lse).all() and lse.all() and isfinite(found.output.sum().item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)

@@ -113,7 +113,7 @@ def predict_pattern_cost(
     """Predict the cost of a task, with the buffers of its backend if the plan has a pattern.
 
     The prediction counts tensors on the device, but neither the scratch memory of kernels nor
-    masks that are kept between calls on a CPU, up to 5 MiB for each of the last 32 works.
+    masks that are kept between calls on a CPU, up to 9 MiB for each of the last 32 works.
 
     Args:
         task: The task to predict.

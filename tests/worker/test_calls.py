@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from cqs.patterns import block_diagonal, fixed, from_mask, sliding_window
+from cqs.patterns import block_diagonal, dilated, fixed, from_mask, sliding_window, strided
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
 from cqs.scheduler import make_plan
@@ -90,3 +90,29 @@ def test_calls_on_their_own_are_small(high):
     view = View(range(5000), range(5000), -FAR, high)
     found = make_calls(view, False)
     assert max(len(call.view.queries) * len(call.view.keys) for call in found) <= 2**20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pattern", "number"),
+    [
+        (128, sliding_window(12, 0), 1),
+        (128, dilated(128, 128, 16), 1),
+        (256, fixed(128, 8), 1),
+        (512, sliding_window(69, 69), 1),
+        (512, sliding_window(26, 26), 2),
+        (1024, strided(128), 1),
+        (1024, sliding_window(102, 0), 3),
+        (2048, strided(128), 2),
+    ],
+    ids=str,
+)
+def test_short_patterns_are_one_masked_call_where_it_is_faster(tokens, pattern, number):
+    (task,) = make_plan(tokens, tokens, num_tasks=1, pattern=pattern).tasks
+    every = (range(tokens),)
+    work = make_work(task.steps, pattern.bind(tokens, tokens), every, every)
+    (found,) = calls.make_calls(work, joins_calls=True)
+    assert len(found) >= number
+    if number == 1:
+        ((call, _),) = found
+        assert call.number == 1
+        assert np.array_equal(call.mask.visible.numpy(), pattern.to_mask(tokens))

@@ -206,9 +206,8 @@ CASES = {
 }
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Use the kernel for any number of heads, and return the calls that it has had."""
+def count_calls(monkeypatch, name):
+    """Return a list that gets the arguments of each call of a function of rectangle_launch.py."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("requires a Hopper GPU")
     made = []
@@ -217,8 +216,15 @@ def calls(monkeypatch):
         made.append(args)
         return compute(*args)
 
-    compute = rectangle_launch.gradients_of_rectangles
-    monkeypatch.setattr(launch, "gradients_of_rectangles", count)
+    compute = getattr(rectangle_launch, name)
+    monkeypatch.setattr(launch, name, count)
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Use the kernel for any number of heads, and return the calls that it has had."""
+    made = count_calls(monkeypatch, "gradients_of_rectangles")
     monkeypatch.setattr(launch, "takes_visits", lambda _: False)
     for name in ("_MIN_PAIRS", "_MIN_PAIRS_OF_SEVERAL"):
         monkeypatch.setattr(rectangle_launch, name, 0.0)

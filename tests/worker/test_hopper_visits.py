@@ -31,7 +31,7 @@ from cqs.worker.triton.visits import (
 pytest.importorskip("triton")
 
 from cqs.worker.triton import TRITON, launch, rectangle_launch
-from tests.worker.test_hopper_rectangle import BF16, FP16, make_tensors, plan_work
+from tests.worker.test_hopper_rectangle import BF16, FP16, count_calls, make_tensors, plan_work
 
 LENGTHS = pytest.mark.parametrize(
     "lengths", [(1000, 1000), (1024, 1024), (300, 1000), (1000, 300), (65, 65)], ids=str
@@ -134,16 +134,7 @@ def test_large_patterns_without_gaps_use_visits(pattern, is_used):
 @pytest.fixture
 def calls(monkeypatch):
     """Use the kernel for all patterns, and return the calls that it has had."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("requires a Hopper GPU")
-    made = []
-
-    def count(*args):
-        made.append(args)
-        return compute(*args)
-
-    compute = rectangle_launch.gradients_of_visits
-    monkeypatch.setattr(launch, "gradients_of_visits", count)
+    made = count_calls(monkeypatch, "gradients_of_visits")
     monkeypatch.setattr(launch, "takes_rectangle_kernel", lambda _: False)
     monkeypatch.setattr(rectangle_launch, "rectangles_of", lambda _: None)
     monkeypatch.setattr(rectangle_launch, "_MIN_VISITS", {64: 0, 128: 0})

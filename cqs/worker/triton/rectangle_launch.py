@@ -58,7 +58,8 @@ _MIN_VISITS = {64: 45_000, 128: 12_000}
 With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of seven products
 (median 0.82), with fewer 0.63 to 1.60 (one H100)."""
 _MOST_VISITS, _MOST_LISTS = 2**20, 16
-"""Most visits of a head, and most lists that are kept: 16 MiB each."""
+"""Most visits of a head, and most lists that are kept: 16 MiB each. As many prepared launches may
+hold lists that were kept before."""
 _MOST_SPANNED = 1.1
 """Most blocks from a tile's first to its last visit, relative to the visits.
 
@@ -75,7 +76,7 @@ _KEYS: int = TILE_KEYS.value
 _COLUMNS_OF_SUMS = 256
 """Columns of the descriptor of the sums of dQ, the most that the TMA unit copies at once."""
 
-_RECTANGLE = Launcher(rectangle_gradients)
+_RECTANGLE, _VISITS = Launcher(rectangle_gradients), Launcher(rectangle_gradients, _MOST_LISTS)
 _CONVERT = Launcher(convert_query_gradient)
 
 
@@ -105,10 +106,8 @@ def takes_rectangle_kernel(operands: TaskOperands) -> bool:
     Args:
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
     """
-    query, key, value, work, _, dropout, _, terms = operands
-    if terms is not None or dropout is not None or query.shape[-1] != value.shape[-1]:
-        return False
-    rectangles = rectangles_of(work) if query.shape[-1] in _HEAD_DIMS else None
+    query, key, _, work, *_ = operands
+    rectangles = rectangles_of(work) if _supports(operands) else None
     if rectangles is None:
         return False
     num_heads, num_kv_heads = (each.shape[:2].numel() for each in (query, key))
@@ -125,10 +124,8 @@ def takes_visits(operands: TaskOperands) -> bool:
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen. A single
             rectangle that :func:`takes_rectangle_kernel` accepts requires no list.
     """
-    query, key, value, work, _, dropout, _, terms = operands
-    if terms is not None or dropout is not None or query.shape[-1] != value.shape[-1]:
-        return False
-    if query.shape[-1] not in _HEAD_DIMS:
+    query, key, _, work, *_ = operands
+    if not _supports(operands):
         return False
     rectangles = rectangles_of(work)
     if rectangles is not None and len(rectangles) == 1:
@@ -141,6 +138,13 @@ def takes_visits(operands: TaskOperands) -> bool:
         num_visits >= _MIN_VISITS[query.shape[-1]]
         and counts.num_spanned <= _MOST_SPANNED * counts.num_visits
     )
+
+
+def _supports(operands: TaskOperands) -> bool:
+    """Return whether the kernel supports head dimensions and options, of any work."""
+    head_dim, value_dim = operands.query.shape[-1], operands.value.shape[-1]
+    has_options = operands.terms is not None or operands.dropout is not None
+    return head_dim == value_dim and head_dim in _HEAD_DIMS and not has_options
 
 
 @lru_cache(maxsize=256)
@@ -287,16 +291,8 @@ def gradients_of_visits(
     int32 turn for each block of 64 queries. Lists of visits are kept on the device, 16 bytes for
     each tile of 128 keys and block of 64 queries that have a live pair.
 
-    Args:
-        operands: Tensors and options that :func:`takes_visits` accepts.
-        grad_output: Gradient of the output, ``[batch, num_heads, rows_q, head_dim]``.
-        output: Output of the whole problem, in the same shape.
-        lse: LSE of the whole problem, float32 ``[batch, num_heads, rows_q]``.
-        dtype: Dtype of the gradients; ``None`` means float32.
-        num_processors: Number of programs at most; it does not change the result.
-
-    Returns:
-        Gradients of query, key and value in their shapes, contiguous.
+    Arguments and results are those of :func:`gradients_of_rectangles`, for operands that
+    :func:`takes_visits` accepts.
     """
     query, key, value, work, scale, *_ = operands
     lists = _make_visits(query.device, work, query.shape[2], key.shape[2])
@@ -432,8 +428,10 @@ def _launch_rectangle(
     query = tensors[0]
     turns = query.shape[:2].numel() * triton.cdiv(query.shape[2], _QUERIES)
     state = torch.zeros(STATE_TURNS.value + turns, dtype=torch.int32, device=query.device)
-    kept = () if lists is None else lists[:3]
-    _RECTANGLE.launch((*tensors, state), make, key=options, kept=kept)
+    if lists is None:
+        _RECTANGLE.launch((*tensors, state), make, key=options)
+    else:
+        _VISITS.launch((*tensors, state), make, key=options, kept=lists[:3])
 
 
 def _num_together(visits_of_tile: float, group: int) -> int:
