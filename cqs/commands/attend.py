@@ -17,13 +17,14 @@ from cqs.commands.integers import parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
 from cqs.executors.contract import Planned, attend
+from cqs.executors.streaming.attention import choose_device_and_backend
 from cqs.executors.streaming.checkpoint import FILES, WorkingDirectory
 from cqs.executors.streaming.sources import InFile, Shape
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.problem import check_problem
 from cqs.report.table import digits
-from cqs.worker import BACKENDS, choose_backend
+from cqs.worker import BACKENDS
 
 _NAMES = ("query", "key", "value")
 
@@ -137,11 +138,10 @@ def _attend_within_budget(
                 kept = f"'{directory.path}' and '{path}'"
                 print(f"The same command goes on with {kept}, which stay.", file=sys.stderr)
             raise
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = ((1, 1, 2, each.shape[3]) for each in inputs)
-    query, key, value = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
     pattern = _problem_options(options)["pattern"]
-    backend = choose_backend(query, key, value, options.backend, pattern=pattern).name
+    device, backend = choose_device_and_backend(
+        inputs, options.device, options.backend, None, pattern
+    )
     return f"tasks: 1, within {options.budget} of {device}, backend: {backend}"
 
 

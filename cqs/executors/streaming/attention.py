@@ -1,7 +1,7 @@
 """Attention within a memory budget."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -137,12 +137,8 @@ def attention(
             "scores.score_mod must be None with resume=, got a function: another process cannot "
             "tell whether its function is the same"
         )
-    where = _choose_device(device)
-    queries, keys, values = (
-        torch.empty((1, 1, 2, t.shape[3]), dtype=t.dtype, device=where) for t in checked
-    )
     options = backend, problem.dropout, problem.pattern, problem.terms
-    name = choose_backend(queries, keys, values, *options).name
+    where, name = choose_device_and_backend(checked, device, *options)
     budget = parse_budget(memory_budget, where)
     sources = list(map(_of_shape, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
@@ -194,6 +190,23 @@ def _of_shape(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | S
             f"got {list(source.shape)}"
         )
     return source
+
+
+def choose_device_and_backend(
+    tensors: Sequence[Source | Tensor], device: torch.device | str | None, *options: Any
+) -> tuple[torch.device, str]:
+    """Return the device that computes tasks, and the name of the backend.
+
+    Args:
+        tensors: Query, key and value, in memory or in files.
+        device: The device, or ``None``; see :func:`attention`.
+        options: The options of :func:`cqs.worker.choose_backend`.
+    """
+    where = _choose_device(device)
+    query, key, value = (
+        torch.empty((1, 1, 2, each.shape[3]), dtype=each.dtype, device=where) for each in tensors
+    )
+    return where, choose_backend(query, key, value, *options).name
 
 
 def _choose_device(device: "torch.device | str | None") -> torch.device:
