@@ -47,7 +47,10 @@ def test_results_are_those_of_the_general_path(
             assert torch.equal(one, other)
 
 
-def test_known_calls_skip_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_calls_skip_the_checks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="cqs")  # logged calls are not known
     tensors, pattern = draw(), sliding_window(11, 3)
     wanted = cqs.attention(*tensors, pattern=pattern)
 

@@ -17,7 +17,14 @@ from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
 from cqs.worker import CallBackend, HeldTokens, TaskBackend, Worker
 from cqs.worker.backend import Backend
-from cqs.worker.calls import Call, attend_call, is_one_call, lse_for_gradients, make_calls
+from cqs.worker.calls import (
+    Call,
+    attend_call,
+    is_one_call,
+    lse_for_gradients,
+    make_calls,
+    with_kept_mask,
+)
 from cqs.worker.memory import memory_of
 from cqs.worker.operands import Operands
 from cqs.worker.work import make_work
@@ -132,7 +139,7 @@ def _only_call(plan: Plan) -> Call | None:
     if not is_one_call(queries, calls):
         return None
     call, _ = calls[0]
-    return call if call.view.keys == keys else None
+    return with_kept_mask(call) if call.view.keys == keys else None
 
 
 def find_single_call(part: Planned) -> tuple[CallBackend, Operands] | None:

@@ -134,14 +134,9 @@ class KeptMask:
         self.visible = visible
         self._addends: dict[torch.dtype, Tensor] = {}
 
-    @property
-    def keeps_addend(self) -> bool:
-        """Whether the mask is also kept as what is added to the scores."""
-        return self.visible.numel() <= _KEPT_PAIRS
-
     def addend(self, dtype: torch.dtype) -> Tensor | None:
         """Return 0 for live pairs and -inf for others, or None if the mask is large."""
-        if not self.keeps_addend:
+        if self.visible.numel() > _KEPT_PAIRS:
             return None
         if dtype not in self._addends:
             self._addends[dtype] = mask_addend(self.visible, dtype)
@@ -159,7 +154,7 @@ def make_calls(work: Work, *, joins_calls: bool) -> list[list[tuple[Call, bool]]
     for block_row in work.block_rows:
         if joins_calls:
             calls = list(_join(call for view in block_row.views for call in _cut(view)))
-            calls = _with_kept_masks(_as_one(block_row, calls))
+            calls = _as_one(block_row, calls)
         else:
             calls = [call for view in block_row.views for call in _strips(view)]
         has_result = np.zeros(len(block_row.queries), dtype=bool)
@@ -192,15 +187,6 @@ def _as_one(block_row: BlockRow, calls: list[Call]) -> list[Call]:
     return [Call(view, mask=KeptMask(torch.from_numpy(mask)))]
 
 
-def _with_kept_masks(calls: list[Call]) -> list[Call]:
-    """Return the calls, which keep their masks if these are small."""
-    masked = [call for call in calls if not (call.is_causal or call.view.is_full or call.mask)]
-    if sum(len(call.view.queries) * len(call.view.keys) for call in masked) > _AREA:
-        return calls
-    kept = {id(call): KeptMask(torch.from_numpy(call.view.to_mask())) for call in masked}
-    return [call._replace(mask=kept.get(id(call), call.mask)) for call in calls]
-
-
 def _cost(call: Call, of_row: float) -> float:
     """Return the number of pairs of a masked call that take as long as this call.
 
@@ -211,6 +197,15 @@ def _cost(call: Call, of_row: float) -> float:
     rows = call.number * len(call.view.queries)
     of_pair = _PAIR_OF_ONE_VIEW if call.number == 1 else 1.0
     return _PAIRS_OF_A_CALL + rows * (of_row + of_pair * len(call.view.keys))
+
+
+def with_kept_mask(call: Call) -> Call:
+    """Return a single call that keeps its mask, if the mask is small."""
+    view = call.view
+    is_small = len(view.queries) * len(view.keys) <= _AREA
+    if call.is_causal or view.is_full or call.mask is not None or not is_small:
+        return call
+    return call._replace(mask=KeptMask(torch.from_numpy(view.to_mask())))
 
 
 def is_one_call(queries: range, calls: Sequence[tuple[Call, bool]]) -> bool:
@@ -346,10 +341,7 @@ def _with_options(operands: TaskOperands, call: Call) -> Operands:
     queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
     if terms is not None:
         terms = terms.select(queries, keys)
-    addend = call.addend(query.dtype) if call.mask and terms is None else None
-    of_call = Operands(
-        query, key, value, call.is_causal, scale, visible, terms=terms, addend=addend
-    )
+    of_call = Operands(query, key, value, call.is_causal, scale, visible, terms=terms)
     if dropout is None or bits is None:
         return of_call
     bits = DropoutBits(bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys])

@@ -83,10 +83,13 @@ class _Cpu(CallBackend):
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
+        all_of = np.logical_and.reduce
         # Most calls are sound. A sum is not finite if an element is not. A row without a live pair
-        # is not finite, or has LSE 0. NumPy's functions take less time than operators do.
+        # is not finite, or has LSE 0. NumPy's functions take less time than operators do, and their
+        # reductions less than the methods of arrays.
         lse = found.lse.detach().numpy()
-        if np.isfinite(lse).all() and lse.all() and isfinite(found.output.sum().item()):
+        has_lse = all_of(np.isfinite(lse), axis=None) and all_of(lse, axis=None)
+        if has_lse and isfinite(found.output.sum().item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:

@@ -112,8 +112,7 @@ def predict_pattern_cost(
 ) -> TaskCost:
     """Predict the cost of a task, with the buffers of its backend if the plan has a pattern.
 
-    The prediction counts tensors on the device, but neither the scratch memory of kernels nor
-    masks that are kept between calls on a CPU, up to 9 MiB for each of the last 32 works.
+    The prediction counts tensors on the device, but not the scratch memory of kernels.
 
     Args:
         task: The task to predict.
@@ -187,9 +186,7 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     output, lse = rows * shape.value_columns * shape.itemsize, rows * shape.sum_itemsize
     found = output + lse
     if backend != "reference":  # the additive mask, and buffers of the kernel
-        is_addend_kept = call.mask is not None and call.mask.keeps_addend
-        of_pair = shape.itemsize * (not is_addend_kept) + (call.mask is None)
-        mask = of_pair * area * has_mask
+        mask = (1 + shape.itemsize) * area * has_mask
         if num_padding := padding_rows(len(call.view.queries)):  # a copy, and its output
             padded_rows = rows + rows // len(call.view.queries) * num_padding
             mask += 2 * padded_rows * shape.head_dim * shape.itemsize

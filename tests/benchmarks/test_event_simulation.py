@@ -200,7 +200,8 @@ def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     def of_quorums(*options):
         assert main(["simulate", *"--devices 256 --kv-heads 8 --causal no".split(), *options]) == 0
         (line,) = (row for row in capsys.readouterr().out.splitlines() if " cqs  " in row)
-        *_, milliseconds, _, _, _, peak = line.removesuffix("<").split()
+        *_, milliseconds, unit, _, _, _, peak = line.removesuffix("<").split()
+        assert unit == "ms"
         return float(milliseconds), float(peak)
 
     fastest, frugal = of_quorums(), of_quorums("--slack", "1")
