@@ -352,7 +352,7 @@ def kernels() -> str:
             [
                 "{:.0f}".format(
                     find_row(
-                        rows_of("h200"),
+                        rows_of("kernels-h100"),
                         benchmark=f"kernels {passes}",
                         executor=executor,
                         case=f"{kind}-16384-h16-d{head_dim}",

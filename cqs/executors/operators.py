@@ -32,7 +32,7 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
     if pattern is None:
         return None
     check_is_pattern(pattern)
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         raise NotImplementedError(
             f"pattern must be None in torch.export, got {pattern!r}: patterns are values of this "
             "process, in which another process would find others"
@@ -108,12 +108,17 @@ def _are_constant() -> bool:
     return _constant
 
 
+def _is_exporting() -> bool:
+    # Asked by Dynamo of PyTorch 2.11 itself, it would be true in every graph.
+    return torch.compiler.is_exporting()
+
+
 def _make_constant(make: Callable[..., Pattern], *args: Any, **kwargs: Any) -> Pattern:
     return make(*args, **kwargs)
 
 
 _function: Any
-for _function in (_are_constant, _make_constant):
+for _function in (_are_constant, _is_exporting, _make_constant):
     # As torch.compiler.assume_constant_result does, which imports the compiler.
     _function._dynamo_marked_constant = True
 

@@ -30,7 +30,9 @@ _HEADS = {"mha": 6, "gqa": 3, "mqa": 1}
 
 def suite() -> Suite:
     """Return the grid for the GPU, or its part for the CPU."""
-    testing = module_of(unpacked(f"flash-attn-4=={VERSION}") / "flash_attn" / "cute" / "testing.py")
+    # Its place differs between the wheel and the source distribution.
+    (path,) = unpacked(f"flash-attn-4=={VERSION}").rglob("testing.py")
+    testing = module_of(path)
     return Suite("FlashAttention", f"flash-attn-4 {VERSION}", _cases(testing.attention_ref))
 
 

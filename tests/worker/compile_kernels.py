@@ -90,6 +90,13 @@ def compile_both_passes(
     run_twice(run, is_prepared=dropout is None)
 
 
+def compile_three_consumers(dtype: torch.dtype, head_dim: int, pattern: Pattern) -> None:
+    launch._MIN_ITEMS_OF_THREE, suits = 0, launch._suits_three_consumers
+    launch._suits_three_consumers = lambda lists: True
+    compile_both_passes(dtype, head_dim, pattern, on_hopper=True)
+    launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers = 8, suits
+
+
 def compile_rectangles(
     dtype: torch.dtype,
     head_dim: int,
@@ -187,6 +194,8 @@ def compile_for_hopper() -> None:
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
     for head_dim, pattern in ((64, irregular), (128, window), (128, streams), (128, irregular)):
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
+    for dtype in (torch.float16, torch.bfloat16):
+        compile_three_consumers(dtype, 64, window | streams)
     for head_dim in (64, 128):
         for is_causal in (False, True):
             compile_rectangles(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)

@@ -30,7 +30,6 @@ from cqs.worker.triton.hopper_pairs import alibi, tanh, visible
 from cqs.worker.triton.hopper_queue import (
     ITEM_HEAD,
     ITEM_INDEX,
-    NUM_CONSUMERS,
     async_load,
     item_field,
     load_offset,
@@ -42,6 +41,7 @@ from cqs.worker.triton.hopper_queue import (
     publish_item,
 )
 
+_CONSUMERS = gl.constexpr(2)
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -113,7 +113,7 @@ def query_gradients_on_hopper(
         HAS_BITS: Whether any run has mask bits.
         IS_SUM: Whether to add to ``grad_query`` instead of overwriting it.
     """
-    queue = make_queue()
+    queue = make_queue(_CONSUMERS)
     memory = _allocate(query, grad_output, key, value, STAGES)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (query_step, key_step)
@@ -217,7 +217,7 @@ def key_gradients_on_hopper(
         HAS_BITS: Whether any run has mask bits.
         IS_SUM: Whether to add to the gradients instead of overwriting them.
     """
-    queue = make_queue()
+    queue = make_queue(_CONSUMERS)
     memory = _allocate(key, value, query, grad_output, STAGES)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (key_step, query_step)
@@ -268,10 +268,10 @@ def _allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(tile_ready.index(i), count=1)
-        mbarrier.init(tile_free.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(tile_free.index(i), count=_CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(free.index(i), count=_CONSUMERS)
     return a, b, ring_a, ring_b, tile_ready, tile_free, ready, free
 
 

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper GPUs: persistent and warp-specialised, as in FlashAttention-3.
 
-A producer warp copies tiles to shared memory by TMA. Two consumers of four warps each compute the
-two halves of a tile's rows: the matrix products of one run while the other computes exponentials.
+A producer warp copies tiles to shared memory by TMA. Two or three consumers of four warps each
+compute 64 rows of a tile: the matrix products of one run while another computes exponentials.
 Within a consumer, the product of one block's probabilities and values is in flight while the next
 block's exponentials are computed. hopper_queue.py explains the barriers.
 """
@@ -35,7 +35,6 @@ from cqs.worker.triton.hopper_queue import (
     ITEM_HEAD,
     ITEM_INDEX,
     ITEM_RUN,
-    NUM_CONSUMERS,
     async_load,
     item_field,
     load_offset,
@@ -92,6 +91,7 @@ def attend_tiles_on_hopper(
     softcap,
     sinks,
     GROUP_SIZE: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BITS: gl.constexpr,
     IS_BOUNDED: gl.constexpr,
@@ -100,7 +100,7 @@ def attend_tiles_on_hopper(
 
     Args:
         query: Descriptor of the queries, ``[batch, num_heads, query_step, rows, head_dim]``, in
-            blocks of half a tile's rows.
+            blocks of the rows of a consumer.
         key: Descriptor of the keys, ``[batch, num_heads / GROUP_SIZE, key_step, rows, head_dim]``.
         value: Descriptor of the values, ``[batch, num_heads / GROUP_SIZE, key_step, rows,
             value_dim]``.
@@ -128,17 +128,18 @@ def attend_tiles_on_hopper(
         softcap: The soft cap, at most ``LARGEST_SOFTCAP``, or None.
         sinks: Sinks of the heads, ``[num_heads]``, or None.
         GROUP_SIZE: Number of query heads that share a KV head.
+        CONSUMERS: Number of consumers, 2 or 3; three require a head_dim of 64.
         STAGES: Number of key and value blocks in shared memory.
         HAS_BITS: Whether any run has mask bits.
         IS_BOUNDED: Whether the soft cap bounds the exponents, so that rows need no maximum.
     """
     # 64 rows for each consumer: the M of a wgmma instruction, of which a warpgroup issues one.
-    HALF_Q: gl.constexpr = query.block_shape[3]
+    PART_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
     BLOCK_D: gl.constexpr = query.block_shape[4]
     BLOCK_V: gl.constexpr = value.block_shape[4]
     dtype: gl.constexpr = query.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, HALF_Q, BLOCK_D], query.layout)
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 1, PART_Q, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, TILE_K, BLOCK_V], value.layout)
     # Keys and values have separate barriers: the scores of a block can start before its values have
@@ -150,14 +151,14 @@ def attend_tiles_on_hopper(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=NUM_CONSUMERS)
+    mbarrier.init(q_free.index(0), count=CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=NUM_CONSUMERS)
-        mbarrier.init(v_free.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(k_free.index(i), count=CONSUMERS)
+        mbarrier.init(v_free.index(i), count=CONSUMERS)
 
-    queue = make_queue()
+    queue = make_queue(CONSUMERS)
     memory = (q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     lse_strides = (lse_batch_stride, lse_head_stride, lse_row_stride)
@@ -165,23 +166,34 @@ def attend_tiles_on_hopper(
     terms = (scale_log2, softcap, slopes)
     steps = (query_step, key_step)
     # Warps, and registers of a thread, of the partitions after the first. A multiprocessor has
-    # 65,536 registers. The kernel has three warpgroups, because the producer's one warp counts as a
-    # warpgroup, and starts with 168 registers for each thread. setmaxnreg then moves registers
-    # between warpgroups: the sum of three threads stays 504, and each has a multiple of 8 from 24
-    # to 256. The producer keeps addresses only and takes 24, the least; each consumer gets 240. At
-    # head_dim 128, a consumer's scores and output, 64 x 128 float32, take 64 registers each.
-    gl.warp_specialize(
-        [
-            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 0)),
-            (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 1)),
-            (
-                _produce,
-                (queue, memory, work, query, key, value, counter, num_polls, num_heads, GROUP_SIZE),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    # 65,536 registers. With two consumers the kernel has three warpgroups, because the producer's
+    # one warp counts as a warpgroup, and starts with 168 registers for each thread. setmaxnreg then
+    # moves registers between warpgroups: the sum of three threads stays 504, and each has a
+    # multiple of 8 from 24 to 256. The producer keeps addresses only and takes 24, the least; each
+    # consumer gets 240. At head_dim 128, a consumer's scores and output, 64 x 128 float32, take 64
+    # registers each. Three consumers share 512 - 24: their outputs must have 64 columns.
+    producing = (queue, memory, work, query, key, value, counter, num_polls, num_heads, GROUP_SIZE)
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 0)),
+                (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 1)),
+                (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 2)),
+                (_produce, producing),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 0)),
+                (_consume, (queue, memory, work, answer, terms, steps, HAS_BITS, IS_BOUNDED, 1)),
+                (_produce, producing),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 @gluon.jit
@@ -200,7 +212,8 @@ def _produce(
     """Copy the query tile of each item and the key and value blocks of its runs, in their order."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
-    HALF_Q: gl.constexpr = query.block_shape[3]
+    CONSUMERS: gl.constexpr = q.shape[0]
+    PART_Q: gl.constexpr = query.block_shape[3]
     TILE_K: gl.constexpr = key.block_shape[3]
     STAGES: gl.constexpr = k.shape[0]
     index = gl.program_id(0)  # the first item is fixed; later ones go to the program that is free
@@ -217,10 +230,10 @@ def _produce(
         query_residue = gl.load(tile + TILE_RESIDUE)
         mbarrier.wait(q_free.index(0), turn & 1 ^ 1)
         # TMA zeroes rows beyond the tensor's last, and counts their bytes too.
-        mbarrier.expect(q_ready.index(0), 2 * query.block_type.nbytes)
-        for half in gl.static_range(2):
-            place = [batch, head % num_heads, query_residue, query_start + half * HALF_Q, 0]
-            async_load(query, place, q_ready.index(0), q.index(half))
+        mbarrier.expect(q_ready.index(0), CONSUMERS * query.block_type.nbytes)
+        for part in gl.static_range(CONSUMERS):
+            place = [batch, head % num_heads, query_residue, query_start + part * PART_Q, 0]
+            async_load(query, place, q_ready.index(0), q.index(part))
         wait_for_programs(counter + 1, num_items, num_polls)
         for run in range(gl.load(tile + TILE_RUN_START), gl.load(tile + TILE_RUN_STOP)):
             start, stop, residue = load_place(runs, run)
@@ -250,9 +263,9 @@ def _consume(
     steps,
     HAS_BITS: gl.constexpr,
     IS_BOUNDED: gl.constexpr,
-    half: gl.constexpr,
+    part: gl.constexpr,
 ):
-    """Write the partial outputs of one half of each query tile's rows."""
+    """Write the partial outputs of 64 rows of each query tile, from row ``64 * part`` on."""
     q, k, v, q_ready, q_free, k_ready, k_free, v_ready, v_free = memory
     tiles, runs, mask_bits, num_tiles, num_long, num_items = work
     output, lse, output_strides, lse_strides, num_heads, value_dim, sinks = answer
@@ -260,7 +273,7 @@ def _consume(
     unit = scale_log2  # of the scores in the exponent
     if softcap is not None:
         unit = softcap * _LOG2E
-    HALF_Q: gl.constexpr = q.shape[4]
+    PART_Q: gl.constexpr = q.shape[4]
     TILE_K: gl.constexpr = k.shape[4]
     BLOCK_D: gl.constexpr = k.shape[5]
     BLOCK_V: gl.constexpr = v.shape[5]
@@ -271,15 +284,15 @@ def _consume(
     store_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0]
     )
-    q_half = q.index(half).reshape([HALF_Q, BLOCK_D])
+    q_part = q.index(part).reshape([PART_Q, BLOCK_D])
     turn = 0
     i = 0
     item = next_item(queue, turn)
     index = item_field(item, ITEM_INDEX)
     while index < num_items:
-        query_start = item_field(item, TILE_ROW_START) + half * HALF_Q
+        query_start = item_field(item, TILE_ROW_START) + part * PART_Q
         query_stop = item_field(item, TILE_ROW_STOP)
-        output_row = item_field(item, TILE_OUTPUT_ROW) + half * HALF_Q * query_step
+        output_row = item_field(item, TILE_OUTPUT_ROW) + part * PART_Q * query_step
         run_start = item_field(item, TILE_RUN_START)
         banded_stop = item_field(item, TILE_BANDED_STOP)
         run_stop = item_field(item, TILE_RUN_STOP)
@@ -295,23 +308,23 @@ def _consume(
         # The first block starts the pipeline, with the mask even if its run is full: its band then
         # has no bounds. Its run's fields came with the item, without a load from global memory.
         mbarrier.wait(q_ready.index(0), turn & 1)
-        products = warpgroup_mma_wait(0, [_issue_scores(q_half, k, k_ready, i)])
+        products = warpgroup_mma_wait(0, [_issue_scores(q_part, k, k_ready, i)])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         run = (start, stop, band, bits_start)
         place = (load_offset(runs, run_start), steps, query_start, start)
         scores = _banded_scores(products, terms, slope, mask_bits, run, place, HAS_BITS, IS_BOUNDED)
         score_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-        largest = gl.full([HALF_Q], float("-inf"), gl.float32, score_rows)
-        total = gl.zeros([HALF_Q], gl.float32, score_rows)
+        largest = gl.full([PART_Q], float("-inf"), gl.float32, score_rows)
+        total = gl.zeros([PART_Q], gl.float32, score_rows)
         if sinks is not None:  # a score of every row, without a value
             sink = gl.load(sinks + item_field(item, ITEM_HEAD) % num_heads).to(gl.float32)
-            largest = gl.zeros([HALF_Q], gl.float32, score_rows) + sink * _LOG2E
+            largest = gl.zeros([PART_Q], gl.float32, score_rows) + sink * _LOG2E
             total += 1.0
         if IS_BOUNDED:
-            largest = gl.zeros([HALF_Q], gl.float32, score_rows) + _shift_of_cap(softcap)
+            largest = gl.zeros([PART_Q], gl.float32, score_rows) + _shift_of_cap(softcap)
         p, largest, total, decay = _exponentials(scores, largest, total, unit, True, IS_BOUNDED)
         p = _as_operand(p, out_layout, v.dtype)
-        acc = gl.zeros([HALF_Q, BLOCK_V], gl.float32, out_layout)
+        acc = gl.zeros([PART_Q, BLOCK_V], gl.float32, out_layout)
         i += 1
         first = start + TILE_K
         for number in range(run_start, banded_stop):
@@ -320,7 +333,7 @@ def _consume(
                 first = start
             offset = load_offset(runs, number)
             for k0 in range(first, stop, TILE_K):
-                products, adding = _start_block(q_half, memory, i, p, acc)
+                products, adding = _start_block(q_part, memory, i, p, acc)
                 run = (start, stop, band, bits_start)
                 place = (offset, steps, query_start, k0)
                 scores = _banded_scores(
@@ -336,7 +349,7 @@ def _consume(
         if slopes is None:
             # Full runs need no field of their records: the producer's order of blocks is enough.
             for j in range(i, end):
-                products, adding = _start_block(q_half, memory, j, p, acc)
+                products, adding = _start_block(q_part, memory, j, p, acc)
                 scores = _cap(products, terms, IS_BOUNDED)
                 p, acc, largest, total = _end_block(
                     memory,
@@ -358,7 +371,7 @@ def _consume(
                 if number == run_start:
                     first += TILE_K
                 for k0 in range(first, stop, TILE_K):
-                    products, adding = _start_block(q_half, memory, i, p, acc)
+                    products, adding = _start_block(q_part, memory, i, p, acc)
                     place = (offset, steps, query_start, k0)
                     scores = _add_alibi(_cap(products, terms, False), slope, place)
                     p, acc, largest, total = _end_block(
@@ -390,7 +403,7 @@ def _consume(
         acc = acc * gl.expand_dims(1.0 / total, 1)
         head = item_field(item, ITEM_HEAD)
         batch, head = (head // num_heads).to(gl.int64), (head % num_heads).to(gl.int64)
-        row = gl.arange(0, HALF_Q, row_layout)
+        row = gl.arange(0, PART_Q, row_layout)
         place = lse + batch * lse_strides[0] + head * lse_strides[1]
         place += (output_row + row * query_step).to(gl.int64) * lse_strides[2]
         in_tile = row + query_start < query_stop
@@ -399,7 +412,7 @@ def _consume(
         # of 16 bytes in half precision. With eight tiles a head (every 16th of 16K tokens, H200)
         # these stores and the intervals of hopper_pairs.py took 0.70 of dense throughput to 0.79.
         out = gl.convert_layout(acc.to(output.dtype.element_ty), store_layout)
-        row = gl.arange(0, HALF_Q, gl.SliceLayout(1, store_layout))
+        row = gl.arange(0, PART_Q, gl.SliceLayout(1, store_layout))
         column = gl.arange(0, BLOCK_V, gl.SliceLayout(0, store_layout))
         mask = gl.expand_dims(row + query_start < query_stop, 1)
         mask &= gl.expand_dims(column < value_dim, 0)
@@ -412,7 +425,7 @@ def _consume(
 
 
 @gluon.jit
-def _issue_scores(q_half, k, k_ready, i):
+def _issue_scores(q_part, k, k_ready, i):
     """Wait for key block ``i`` and start its product with the queries."""
     TILE_K: gl.constexpr = k.shape[4]
     BLOCK_D: gl.constexpr = k.shape[5]
@@ -420,10 +433,10 @@ def _issue_scores(q_half, k, k_ready, i):
     mbarrier.wait(k_ready.index(stage), i // k.shape[0] & 1)
     keys = k.index(stage).reshape([TILE_K, BLOCK_D]).permute([1, 0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
-    HALF_Q: gl.constexpr = q_half.shape[0]
+    PART_Q: gl.constexpr = q_part.shape[0]
     # `use_acc=False` overwrites: the zeros only give the result its layout.
-    zeros = gl.zeros([HALF_Q, TILE_K], gl.float32, layout)
-    return warpgroup_mma(q_half, keys, zeros, use_acc=False, is_async=True)
+    zeros = gl.zeros([PART_Q, TILE_K], gl.float32, layout)
+    return warpgroup_mma(q_part, keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -437,14 +450,14 @@ def _issue_output(p, v, v_ready, i, acc):
 
 
 @gluon.jit
-def _start_block(q_half, memory, i, p, acc):
+def _start_block(q_part, memory, i, p, acc):
     """Compute the products of block ``i``, and start to add the output of the block before.
 
     Two products are in flight, of which ``wait(1)`` awaits the older one: the output of the last
     block accumulates while the exponentials of this one are computed.
     """
     _, k, v, _, _, k_ready, k_free, v_ready, _ = memory
-    pending = _issue_scores(q_half, k, k_ready, i)
+    pending = _issue_scores(q_part, k, k_ready, i)
     adding = _issue_output(p, v, v_ready, i - 1, acc)
     products = warpgroup_mma_wait(1, [pending])
     mbarrier.arrive(k_free.index(i % k.shape[0]), count=1)

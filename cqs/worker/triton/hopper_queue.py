@@ -1,7 +1,7 @@
 """The queue of the persistent Hopper kernels: items, each a tile of one head.
 
-A program has three partitions: one producer warp, and two consumers of four warps each, which
-compute the two halves of a tile's rows. The producer takes an item, loads its record ahead of time
+A program has a producer warp, and two or three consumers of four warps each, which compute equal
+parts of a tile's rows. The producer takes an item, loads its record ahead of time
 and publishes it in shared memory, where the consumers read it.
 
 Two mbarriers hand over each buffer in shared memory: ``ready`` (filled) and ``free`` (read by all).
@@ -42,16 +42,17 @@ ITEM_HEAD = gl.constexpr(15)
 """Head of the item, counted through all batch elements."""
 _ITEM_FIELDS = gl.constexpr(16)
 
-NUM_CONSUMERS = gl.constexpr(2)
-"""Consumers, each of which arrives once at a ``free`` barrier."""
-
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Copy a tile to shared memory; the name depends on the version of Triton."""
 
 
 @gluon.jit
-def make_queue():
-    """Allocate two item records, so that the producer publishes the next during the current one."""
+def make_queue(CONSUMERS: gl.constexpr):
+    """Allocate two item records, so that the producer publishes the next during the current one.
+
+    Args:
+        CONSUMERS: Number of consumers, each of which arrives once at a ``free`` barrier.
+    """
     item = gl.allocate_shared_memory(
         gl.int32, [2, _ITEM_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -59,7 +60,7 @@ def make_queue():
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(item_ready.index(i), count=1)
-        mbarrier.init(item_free.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(item_free.index(i), count=CONSUMERS)
     return item, item_ready, item_free
 
 

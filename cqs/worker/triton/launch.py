@@ -51,6 +51,15 @@ _POLLS_PER_BLOCK = 1 / 8
 At 128K tokens on one H200, a quarter of this rate gives 629 TFLOP/s instead of 640, and a sixteenth
 615."""
 
+_ROWS_OF_THREE = 192
+_MIN_ITEMS_OF_THREE, _MIN_BLOCKS_OF_THREE, _MAX_ROWS_OF_THREE = 8, 80, 1.05
+"""When three consumers compute heads of 64: the least number of items for each multiprocessor, the
+least number of blocks for each tile, and the largest number of rows of tiles for each output row.
+
+On one H100, three take 0.90 of the time of two with 16 heads of 64K tokens (causal 0.91), and 0.96
+with 16K tokens (causal 1.00 to 1.03). Their tiles of 192 rows are fewer, which leaves more programs
+idle at the end, and visit more masked pairs: 1.16 for a window of 10 % of 16K tokens."""
+
 _BOUNDING_CAPS = 16.0, 50.0
 """Soft caps with which the Hopper kernel computes no maxima of rows.
 
@@ -88,7 +97,7 @@ def attend_block_rows(
     value, work = operands.value, operands.work
     batch, num_heads, num_rows, _ = query.shape
     value_dim = value.shape[-1]
-    tiles = _choose_tiles(operands, is_backward=False)
+    tiles, all_lists = _choose_forward_lists(operands, packed=not is_united)
     if not is_united:
         num_rows = sum(len(block_row.queries) for block_row in work.block_rows)
 
@@ -113,7 +122,6 @@ def attend_block_rows(
         _launch(_FORWARD_KERNELS, operands, tiles, lists, answer, numbers, sinks=sinks)
         return answer
 
-    all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, packed=not is_united)
     answer = into or new(dtype)
     if len(all_lists) == 1:
         return launch(all_lists[0], answer, None if sinks is None else sinks.detach().contiguous())
@@ -255,7 +263,7 @@ def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
         if is_backward:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
         # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
-        return _Tiles(True, 128, 128, {"STAGES": 2 if head_dim > 64 else 4})
+        return _Tiles(True, 128, 128, {"CONSUMERS": 2, "STAGES": 2 if head_dim > 64 else 4})
     width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
     table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
     rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
@@ -343,6 +351,33 @@ class _Lists(NamedTuple):
         return int(np.searchsorted(-self.blocks, -limit))
 
 
+def _choose_forward_lists(operands: TaskOperands, *, packed: bool) -> tuple[_Tiles, list[_Lists]]:
+    """Return the tiles of a forward pass, and its launches."""
+    query, _, value, work, _, _, _, terms = operands
+    tiles = _choose_tiles(operands, is_backward=False)
+    num_rows = math.prod(query.shape[:3])
+    if (
+        tiles.on_hopper
+        and terms is None
+        and max(query.shape[-1], value.shape[-1]) <= 64
+        and num_rows >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * _num_processors(query.device)
+    ):
+        all_lists = _make_lists(query.device, work, _ROWS_OF_THREE, tiles.block, packed=packed)
+        if all(map(_suits_three_consumers, all_lists)):
+            options = tiles.options | {"CONSUMERS": 3}
+            return tiles._replace(rows=_ROWS_OF_THREE, options=options), all_lists
+    return tiles, _make_lists(query.device, work, tiles.rows, tiles.block, packed=packed)
+
+
+def _suits_three_consumers(lists: _Lists) -> bool:
+    num_tiles = len(lists.tiles)
+    return (
+        lists.mask_bits is None
+        and lists.blocks.sum() >= _MIN_BLOCKS_OF_THREE * num_tiles
+        and num_tiles * _ROWS_OF_THREE <= _MAX_ROWS_OF_THREE * lists.num_rows
+    )
+
+
 def _num_polls(blocks: np.ndarray) -> int:
     """Return the maximum number of polls of ``wait_for_programs``; 0 if programs do not wait.
 
@@ -418,7 +453,7 @@ def _launch(
         all_tensors = *all_tensors, new_counter(query.device)
 
     def make(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Arguments:
-        rows_of_tile = tiles.rows // 2 if tiles.on_hopper else tiles.rows  # there: two halves
+        rows_of_tile = 64 if tiles.on_hopper else tiles.rows  # there: those of a consumer
         sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
         of_queries, of_keys = sides[::-1] if tiles_are_keys else sides
         descriptors = [
