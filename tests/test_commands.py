@@ -795,10 +795,10 @@ def test_a_row_without_an_end_stays_a_row(tmp_path):
 
 @pytest.mark.ray
 def test_the_demo_kills_a_worker(capsys):
-    assert main(["demo", "--seqlen", "8192", "--actors", "2", "--kill"]) == 0
+    assert main(["demo", "--seqlen", "8192", "--workers", "2", "--kill"]) == 0
     *_, killed, dense, compared = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"actor \d+ killed after \S+ s: [1-7] tasks ran again, "
+        r"worker \d+ killed after \S+ s: [1-7] tasks ran again, "
         r"\S+ s, the result is bitwise identical",
         killed,
     )

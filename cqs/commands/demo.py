@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seqlen", type=parse_integer, default=16384, metavar="N", help="default: 16K")
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
-    add("--actors", type=int, metavar="P", help="default: one per GPU, else per core")
+    add("--workers", type=int, metavar="P", help="default: one per GPU, else per core")
     add("--is-causal", "--causal", action="store_true")
     add("--kill", action="store_true", help="compute once more and kill a worker meanwhile")
 
@@ -74,16 +74,16 @@ def _attend_on_workers(
     """Return the output of a private cluster, and print what its workers did."""
     start = time.perf_counter()
     tensors = problem.query, problem.key, problem.value
-    with cqs.Cluster(options.actors) as cluster:
-        print(f"{len(cluster.pids)} actors in {time.perf_counter() - start:.1f} s")
+    with cqs.Cluster(options.workers) as cluster:
+        print(f"{len(cluster.pids)} workers in {time.perf_counter() - start:.1f} s")
         submit = partial(cluster.submit, *tensors, **arguments, progress=True)
         future = submit()
         output, report = future.result(), future.report
         assert isinstance(output, Tensor)
         show(tasks_table(problem, plan, report))
         print(
-            f"{report.seconds:.2f} s, {percent(report.overhead)} of it not computation of the "
-            "slowest actor"
+            f"{report.seconds:.2f} s, of which {percent(report.overhead)} is Ray's overhead and "
+            "waiting"
         )
         if options.kill:
             _kill_one(cluster, submit, output, _MOMENT * report.seconds)
@@ -110,6 +110,9 @@ def _kill_one(
         with suppress(ProcessLookupError):  # a worker that has ended already
             os.kill(victim, signal.SIGKILL)
 
+    print(
+        "The same call again. A worker is killed meanwhile, which Ray logs as an unexpected exit:"
+    )
     for moment in (seconds / 2**attempt for attempt in range(_ATTEMPTS)):
         victim = cluster.pids[0]
         timer = threading.Timer(moment, kill)
@@ -119,11 +122,11 @@ def _kill_one(
         timer.cancel()
         assert isinstance(output, Tensor)
         if not torch.equal(output, expected):
-            raise VerificationError(f"the result differs after actor {victim} was killed")
+            raise VerificationError(f"the result differs after worker {victim} was killed")
         if report.reruns:
             break
     print(
-        f"actor {victim} killed after {moment:.2f} s: {report.reruns} tasks ran again, "
+        f"worker {victim} killed after {moment:.2f} s: {report.reruns} tasks ran again, "
         f"{report.seconds:.2f} s, the result is bitwise identical"
     )
 
@@ -140,6 +143,6 @@ def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> Table:
         "predicted MiB": lambda task: mebibytes(predict(task).peak_bytes),
         "peak MiB": lambda task: mebibytes(measured[task.index].peak_bytes),
         "s": lambda task: f"{measured[task.index].seconds:.2f}",
-        "actor": lambda task: f"{measured[task.index].device} {measured[task.index].pid}",
+        "worker": lambda task: f"{measured[task.index].device} {measured[task.index].pid}",
     }
     return tabulate(map(plan.task, measured), columns)

@@ -32,22 +32,25 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``cqs report``; some defaults depend on the machine."""
     on_gpu = torch.cuda.is_available()
-    tokens, num_heads, head_dim, dtype = (
-        (2**16, 16, 128, "bfloat16") if on_gpu else (2**13, 8, 64, "float32")
+    on_gpus, on_cpus = (2**16, 16, 128, "bfloat16"), (2**13, 8, 64, "float32")
+    tokens, num_heads, head_dim, dtype = on_gpus if on_gpu else on_cpus
+    of_tokens, of_heads, of_head_dim, of_dtype = (
+        f"default: {on_cpu}, on GPUs {on_gpu}"
+        for on_cpu, on_gpu in zip(on_cpus, on_gpus, strict=True)
     )
-    add, here = parser.add_argument, "default here: %(default)s"
+    add = parser.add_argument
     add(
         "--tasks", type=parse_integers, default=_NUM_TASKS, metavar="W,W,...",
         help=f"default: {','.join(map(str, _NUM_TASKS))}",
     )  # fmt: skip
     add("--executor", choices=("local", "ray"), default="local")
-    add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=here)
+    add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=of_tokens)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add("--is-causal", "--causal", action="store_true")
-    add("--heads", dest="num_heads", type=int, default=num_heads, metavar="H", help=here)
+    add("--heads", dest="num_heads", type=int, default=num_heads, metavar="H", help=of_heads)
     add("--kv-heads", dest="num_kv_heads", type=int, metavar="H", help="default: as many as heads")
-    add("--head-dim", type=int, default=head_dim, metavar="D", help=here)
-    add("--dtype", choices=_DTYPES, default=dtype, help=here)
+    add("--head-dim", type=int, default=head_dim, metavar="D", help=of_head_dim)
+    add("--dtype", choices=_DTYPES, default=dtype, help=of_dtype)
     add(
         "--backend", choices=BACKENDS,
         help="kernels; 'reference' keeps all scores of a step in memory; default: as cqs.attention",
@@ -55,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=5, metavar="R", help="default: 5")
     add("--seed", type=int, default=0)
     add("--backward", action="store_true", help="also measure the backward pass")
-    add("--actors", type=int, metavar="P", help="ray: default one per GPU, else per core")
+    add("--workers", type=int, metavar="P", help="ray: default one per GPU, else per core")
     add("--address", help="address of a running Ray cluster (default: start one)")
     add(
         "--out", metavar="DIR", default="cqs-report",
@@ -85,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
             if settings.executor == "local":
                 driver = LocalDriver(settings)
             else:
-                cluster = cqs.Cluster(options.actors, address=options.address)
+                cluster = cqs.Cluster(options.workers, address=options.address)
                 driver = RayDriver(settings, stack.enter_context(cluster))
             number = len(keys) * (1 + settings.repeats)
             bar = stack.enter_context(tqdm(total=number, delay=2.0, disable=None, leave=False))
@@ -116,8 +119,8 @@ def _read_settings(options: argparse.Namespace) -> Settings:
     as_integer("--head-dim", settings.head_dim, 1)
     as_integer("--repeats", settings.repeats, 1)
     as_integer("--seed", settings.seed, 0)
-    if settings.executor != "ray" and not (options.actors is options.address is None):
+    if settings.executor != "ray" and not (options.workers is options.address is None):
         raise ValueError(
-            f"--executor must be ray with --actors or --address, got {settings.executor}"
+            f"--executor must be ray with --workers or --address, got {settings.executor}"
         )
     return settings

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--slack", type=float, default=0.0, metavar="PERCENT",
-        help="among the degrees so much slower than the fastest, choose as head_parallel=\"auto\"",
+        help="choose as head_parallel=\"auto\" among degrees this much slower than the fastest",
     )  # fmt: skip
     add = parser.add_argument_group("machine").add_argument
     add(

@@ -28,6 +28,6 @@ def find(rows: Sequence[ScalingRow]) -> list[str]:
         f"{QUANTITIES['share of one task'](row)} of the peak of the whole problem as one task.",
         f"Speed-up: {devices} {take} {digits(row.median_ms)} ms for the {row.passes} pass in "
         f"{tasks}, and one device {digits(row.one_ms)} ms for one task: "
-        f"{digits(row.speedup)} times as fast.",
+        f"{digits(row.speedup)} times as fast (median of the ratios of each repeat).",
         f"Merge: {percent(row.merge_share)} of the time for {tasks} merges their results.",
     ]

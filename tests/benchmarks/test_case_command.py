@@ -37,7 +37,7 @@ def test_impossible_options_are_refused(capsys, options, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("options", [["--executor", "ray"], ["--backward"], ["--actors", "2"]])
+@pytest.mark.parametrize("options", [["--executor", "ray"], ["--backward"], ["--workers", "2"]])
 def test_options_of_reports_are_rejected(capsys, options):
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, *options])

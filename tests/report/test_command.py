@@ -84,7 +84,7 @@ def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, caps
         (["--heads", "3", "--kv-heads", "2"], "num_heads must be a positive multiple"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--pattern", "strided("], "is no expression"),
-        (["--actors", "2"], "--executor must be ray with --actors"),
+        (["--workers", "2"], "--executor must be ray with --workers"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, message):
