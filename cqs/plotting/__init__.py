@@ -3,10 +3,9 @@
 from cqs.plotting.density import plot_density
 from cqs.plotting.figures import check_picture
 from cqs.plotting.owners import plot_owners, save_owners
-from cqs.plotting.timeline import WorkerFailure, plot_timeline, save_trace
+from cqs.plotting.timeline import plot_timeline, save_trace
 
 __all__ = [
-    "WorkerFailure",
     "check_picture",
     "plot_density",
     "plot_owners",

@@ -1,10 +1,10 @@
 """Timeline of the tasks of a run, as a plot or a trace."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cqs.files import replace_file
 from cqs.plotting.colors import task_colors
@@ -14,22 +14,7 @@ if TYPE_CHECKING:
     from cqs.executors.ray.tasks.report import RunReport, TaskReport
 
 
-class WorkerFailure(NamedTuple):
-    """A worker that failed or was killed during a run, for :func:`plot_timeline`."""
-
-    pid: int
-    """Process id of the worker, one of ``Cluster.pids`` before the failure."""
-    seconds: float
-    """Time of the failure, in seconds since the epoch."""
-    node: str | None = None
-    """Id of the worker's Ray node; ``None`` selects the worker of this pid on any node."""
-    lost_tasks: Collection[int] = ()
-    """Indices of the tasks that ran again because of the failure, as far as they are known."""
-
-
-def plot_timeline(
-    report: "RunReport", axes: Any = None, *, failed: Sequence[WorkerFailure] = ()
-) -> Any:
+def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     """Plot a bar for each task of a run, in the row of the worker that computed it.
 
     Bars have the colour of their task in :func:`plot_owners`. A row is grey while the worker
@@ -37,22 +22,21 @@ def plot_timeline(
     yet. Times are those of the workers' clocks, so rows of different hosts are shifted by the
     difference of their clocks.
 
-    A report has only the attempt of each task whose result was used. A worker without such a task
-    therefore has a row only if it is in ``failed``. The row of a failed worker has a cross at the
-    failure. It is hatched where its work was lost: in the time before the failure, and in earlier
-    gaps that are long enough for a task. Tasks that ran again are outlined.
+    The row of a failed worker has a cross where the driver noticed the failure. A report has only
+    the attempt of each task whose result was used. The row is hatched where work was lost: in the
+    time before the failure, and in earlier gaps that are long enough for a task. Tasks that ran
+    again are outlined.
 
     Args:
         report: Report of a call on a cluster, ``AttentionFuture.report``.
         axes: Matplotlib axes to draw on; ``None`` makes a new figure.
-        failed: Workers that failed during the run, in the order of their rows.
 
     Returns:
         The matplotlib axes.
     """
     from matplotlib.ticker import MaxNLocator
 
-    rows, row_of = _rows(report, failed)
+    rows, row_of = _rows(report)
     axes = new_axes((6, min(1.7 + 0.28 * len(rows), 12))) if axes is None else axes
     colors = task_colors(1 + max((task.index for task in report.tasks), default=0))
     ends = [report.seconds if end is None else end for end, _ in rows]
@@ -61,12 +45,10 @@ def plot_timeline(
         f"{len(report.tasks)} tasks on {len(rows)} workers in {report.seconds:.3g} s, "
         f"computing {100 * share:.0f} % of the time"
     )
-    again = {index for failure in failed for index in failure.lost_tasks}
+    again = {index for failure in report.failures for index in failure.lost_tasks}
     if report.failures:
-        marks = " (cross)" * bool(failed), " (outlined)" * bool(again)
-        title += f"\nfailed workers: {report.failures}{marks[0]}, "
-        title += f"re-executed tasks: {report.reruns}{marks[1]}"
-        title += "\nhatched: lost work" * bool(failed)
+        title += f"\nfailed workers: {len(report.failures)} (cross), "
+        title += f"re-executed tasks: {report.reruns} (outlined)\nhatched: lost work"
     axes.set(xlabel="seconds since the call", ylabel="worker", xmargin=0)
     axes.set_title(title, fontsize="medium")
     axes.yaxis.set_major_locator(MaxNLocator(32, integer=True, steps=[1, 2, 5, 10]))
@@ -91,9 +73,7 @@ _Row = tuple[float | None, "tuple[TaskReport, ...]"]
 """Seconds from the call to the failure of a worker, or None, and the tasks of the worker."""
 
 
-def _rows(
-    report: "RunReport", failed: Sequence[WorkerFailure]
-) -> tuple[list[_Row], dict[tuple[str, int], int]]:
+def _rows(report: "RunReport") -> tuple[list[_Row], dict[tuple[str, int], int]]:
     """Return the rows of a timeline, and the row of each process that has a task.
 
     Failed workers without a task come first. The others follow in the order of their first tasks.
@@ -101,15 +81,13 @@ def _rows(
     by_process = report.by_process
     end_of: dict[tuple[str, int], float] = {}
     rows: list[_Row] = []
-    for failure in failed:
-        end = failure.seconds - report.started
-        found = [
-            (node, pid)
-            for node, pid in by_process
-            if pid == failure.pid and failure.node in (None, node)
-        ]
-        end_of.update(dict.fromkeys(found, end))
-        if not found:
+    for failure in report.failures:
+        end = failure.noticed - report.started
+        if failure.pid is None or failure.node is None:  # it never started
+            continue
+        if (failure.node, failure.pid) in by_process:
+            end_of[failure.node, failure.pid] = end
+        else:
             rows.append((end, ()))
     row_of = {process: row for row, process in enumerate(by_process, len(rows))}
     rows += [(end_of.get(process), tasks) for process, tasks in by_process.items()]
@@ -166,8 +144,9 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
-    names = "put_seconds", "get_seconds", "waiting_seconds", "failures", "reruns"
+    names = "put_seconds", "get_seconds", "waiting_seconds", "reruns"
     driver = {name: getattr(report, name) for name in names}
+    driver["failures"] = [failure._asdict() for failure in report.failures]
     rows = [("driver", [("call", report.started, report.seconds, driver)])]
     for (_, pid), tasks in report.by_process.items():
         spans = [(f"task {task.index}", task.started, task.seconds, asdict(task)) for task in tasks]

@@ -564,7 +564,7 @@ def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_cli
                     os.kill(cluster.pids[0], signal.SIGKILL)
             future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
             output = future.result(timeout=100)
-            assert future.report.failures == 1
+            assert len(future.report.failures) == 1
             again = cluster.attention(*tensors, is_causal=True, num_tasks=13, verify=True)
             assert torch.equal(output, again)
             torch.testing.assert_close(output, expected)
@@ -624,8 +624,8 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
                     nodes.remove_node(doomed, allow_graceful=False)
             future = cluster.submit(*tensors, is_causal=True, num_tasks=13, progress=strike)
             assert torch.equal(future.result(timeout=150), expected)
-            assert future.report.failures >= 2, future.report
-            print("bitwise identical after", future.report.failures, "failures")
+            assert len(future.report.failures) >= 2, future.report
+            print("bitwise identical after", len(future.report.failures), "failures")
             nodes.add_node(**{**node, "num_cpus": 3})
             assert torch.equal(sharded.to_local(), before)
         assert not ray.is_initialized(), "it connected, so it disconnects"
@@ -670,7 +670,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
             future = cluster.submit(*tensors, num_tasks=7)
             output = future.result(timeout=100)
             assert torch.equal(output, cluster.attention(*tensors, num_tasks=7, verify=True))
-            print("bitwise identical after", future.report.failures, "failures")
+            print("bitwise identical after", len(future.report.failures), "failures")
     """.replace("MARK", str(tmp_path / "mark"))
     assert "bitwise identical after" in run_python(script, tmp_path)
     assert (tmp_path / "mark").exists()

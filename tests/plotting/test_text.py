@@ -15,7 +15,6 @@ from benchmarks.plots.wheel import plot_wheel
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
-    WorkerFailure,
     plot_density,
     plot_owners,
     plot_timeline,
@@ -108,8 +107,8 @@ def test_densities(check_text, pattern, length):
 def test_timelines(check_text, num_tasks, num_processes):
     report = make_report(num_tasks, min(num_processes, num_tasks))
     check_text(plot_timeline(report))
-    failed = [WorkerFailure(1, report.started + report.seconds / 2, lost_tasks=(0, 1))]
-    check_text(plot_timeline(report, failed=failed))
+    failure = 1, "node 0", report.seconds / 2, (0, 1)
+    check_text(plot_timeline(make_report(num_tasks, min(num_processes, num_tasks), [failure])))
 
 
 @pytest.mark.parametrize("size", [10**3, 10**7, 10**11])

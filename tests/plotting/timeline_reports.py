@@ -2,10 +2,10 @@
 
 import random
 
-from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport
+from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 
 
-def make_report(num_tasks, num_processes):
+def make_report(num_tasks, num_processes, failures=()):
     """Tasks of about a second, each taken by the process that is free first."""
     rng = random.Random(0)
     started, tasks = 1.7e9, []
@@ -36,6 +36,9 @@ def make_report(num_tasks, num_processes):
         get_seconds=0.02,
         tasks=tuple(tasks),
         merges=(MergeReport(4000, "node 0", started + 0.01 + max(free), 0.03, 0.0),),
-        failures=1,
-        reruns=2,
+        failures=tuple(
+            WorkerFailure(pid, node, started + seconds, lost)
+            for pid, node, seconds, lost in failures
+        ),
+        reruns=sum(len(lost) for *_, lost in failures),
     )

@@ -16,4 +16,4 @@ from cqs.executors.ray.cluster import Cluster, one_call_executor
 from cqs.executors.ray.future import AttentionFuture, as_completed
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
-from cqs.executors.ray.tasks.report import RunReport, TaskReport
+from cqs.executors.ray.tasks.report import RunReport, TaskReport, WorkerFailure

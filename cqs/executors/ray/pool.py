@@ -240,6 +240,8 @@ class Answer(NamedTuple):
     """Exception that the method raised; its cause has the remote traceback."""
     failure: Exception | None = None
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
+    info: ActorInfo | None = None
+    """Where the actor that failed ran; None if it had not started."""
     seconds: float = 0.0
     """Time to get the value."""
 
@@ -384,6 +386,7 @@ class Calls:
         queue = self.queues.pop(actor, {})
         for ref in queue:
             del self._actors[ref]
+        info = actor.info
         self._pool.remove(actor)
         self._pool.abandon(queue, self._used)
-        return Answer(actor, list(queue.values()), failure=failure)
+        return Answer(actor, list(queue.values()), failure=failure, info=info)

@@ -361,12 +361,13 @@ class WorkerGroup:
                     with suppress(Exception):  # some exceptions do not accept notes
                         error.add_note(f"raised on rank {answer.keys[0]} of {self.num_ranks}")
                     raise error
-        for _, (rank, *_), _, error, failure, _ in answers:
-            if failure is not None:
+        for answer in answers:
+            rank = answer.keys[0]
+            if answer.failure is not None:
                 self._is_formed = False
-                raise _BrokenError(f"rank {rank} failed or hung") from failure
-            if error is not None:
-                raise _BrokenError(f"rank {rank}: {error}") from error
+                raise _BrokenError(f"rank {rank} failed or hung") from answer.failure
+            if answer.error is not None:
+                raise _BrokenError(f"rank {rank}: {answer.error}") from answer.error
         return {answer.keys[0]: answer.value for answer in answers}
 
     def _free(self, operations: list[ShardOperation], ranks: Iterable[int] | None = None) -> None:

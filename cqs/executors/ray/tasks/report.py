@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple, Self
 
-_SUMMED = ("put_seconds", "get_seconds", "failures", "reruns")
+_SUMMED = ("put_seconds", "get_seconds", "reruns")
 """Measurements of which those of a call are the sums over its runs."""
 
 
@@ -53,6 +53,20 @@ class MergeReport(NamedTuple):
     """Time to copy the merged results from a GPU to the host, or almost none."""
 
 
+class WorkerFailure(NamedTuple):
+    """An actor that failed or hung during a run."""
+
+    pid: int | None
+    """Process id of the actor; None if it had not started."""
+    node: str | None
+    """Id of the actor's Ray node; None if it had not started."""
+    noticed: float
+    """When the driver noticed the failure, in seconds since the epoch by the clock of its host."""
+    lost_tasks: tuple[int, ...]
+    """Indices of the tasks that were assigned again: unfinished ones, and those whose partial
+    outputs the actor still held."""
+
+
 @dataclass(frozen=True)
 class RunReport:
     """Measurements of one call of a cluster.
@@ -75,8 +89,8 @@ class RunReport:
     """Reports of all tasks that are not empty, in the order of parts and indices."""
     merges: tuple[MergeReport, ...]
     """Reports of all merges, in the order of their ends."""
-    failures: int
-    """Number of actors that failed or hung during the run."""
+    failures: tuple[WorkerFailure, ...]
+    """The actors that failed or hung during the run, in the order in which that was noticed."""
     reruns: int
     """Number of tasks that were taken from failed actors and assigned again."""
 
@@ -89,6 +103,7 @@ class RunReport:
             seconds=last.started - first.started + last.seconds,
             tasks=tuple(task for run in runs for task in run.tasks),
             merges=tuple(merge for run in runs for merge in run.merges),
+            failures=tuple(failure for run in runs for failure in run.failures),
             **{name: sum(getattr(run, name) for run in runs) for name in _SUMMED},
         )
 
@@ -97,7 +112,7 @@ class RunReport:
             f"<RunReport {self.seconds:.3g} s: {len(self.tasks)} tasks on "
             f"{len(self.by_process)} workers, "
             f"slowest worker {self.slowest_seconds:.3g} s, overhead {self.overhead:.0%}, "
-            f"{self.failures} failures, {self.reruns} reruns>"
+            f"{len(self.failures)} failures, {self.reruns} reruns>"
         )
 
     def _repr_html_(self) -> str:

@@ -22,7 +22,7 @@ from cqs.executors.ray.pool import (
 )
 from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, TaskCall
 from cqs.executors.ray.tasks.outbox import Outbox
-from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport
+from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 from cqs.executors.shortage import explain_shortage
 from cqs.problem import Problem
 from cqs.worker import Worker
@@ -144,7 +144,8 @@ class Run:
         """Gradients of the leaves of the score terms by task."""
         self._merge_reports: list[MergeReport] = []
         self._get_seconds = 0.0
-        self._failures = self._reruns = 0
+        self._failures: list[WorkerFailure] = []
+        self._reruns = 0
 
     def __call__(self) -> RunReport:
         """Compute all tasks, merge their results and write them to the tensors of the job.
@@ -177,7 +178,7 @@ class Run:
             get_seconds=self._get_seconds,
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
             merges=tuple(self._merge_reports),
-            failures=self._failures,
+            failures=tuple(self._failures),
             reruns=self._reruns,
         )
 
@@ -412,8 +413,8 @@ class Run:
                 merge.kept.clear()
                 self._ready.pop(merge, None)
                 self._note_if_ready(merge)
-        self._failures += 1
-        self._repeat(lost)
+        pid, node = (None, None) if answer.info is None else answer.info[:2]
+        self._failures.append(WorkerFailure(pid, node, time.time(), self._repeat(lost)))
         most = self._pool.retry_policy.max_attempts
         for work in answer.keys[:1]:  # an actor computes in order, so only the first was running
             if work is None:
@@ -425,15 +426,20 @@ class Run:
                 raise TaskFailedError(
                     f"{work} was running on {most} workers when they failed or hung"
                 ) from answer.failure
-        if self._failures < most * len(self._pool.actors):
+        if len(self._failures) < most * len(self._pool.actors):
             before = set(self._pool.actors)
             self._calls.refill()
             if pending or not isinstance(answer.failure, TimeoutError):
                 self._awaited.update(set(self._pool.actors) - before)
 
-    def _repeat(self, indices: Iterable[int]) -> None:
-        """Assign tasks again, before all others; one at an actor follows if its parts are lost."""
+    def _repeat(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """Assign tasks again, before all others; one at an actor follows if its parts are lost.
+
+        Returns:
+            The tasks that were not assigned already, those with the most live pairs first.
+        """
         new = set(indices).difference(self._todo, self._running)
         lost = sorted(new, key=lambda index: -self._tasks[index].live_pairs)
         self._reruns += len(lost)
         self._todo.extendleft(reversed(lost))
+        return tuple(lost)
