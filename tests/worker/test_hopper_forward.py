@@ -31,8 +31,7 @@ PATTERNS = {
 def _three_consumers(monkeypatch):
     """Let calls of every size use them, and check that they do."""
     monkeypatch.setattr(launch, "_MIN_ITEMS_OF_THREE", 0)
-    monkeypatch.setattr(launch, "_MIN_BLOCKS_OF_THREE", 0)
-    monkeypatch.setattr(launch, "_MAX_ROWS_OF_THREE", float("inf"))
+    monkeypatch.setattr(launch, "_suits_three_consumers", lambda *_: True)
     numbers = []
     choose = launch._choose_forward_lists
 

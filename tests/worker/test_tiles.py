@@ -141,3 +141,28 @@ def test_most_work_comes_first():
     (launch,) = query_launches(Work((BlockRow(range(100), (view,)),)), packed=False)
     starts = make_tile_list(launch, 10, 10).tiles[:, 0]
     assert list(starts) == list(range(90, -1, -10))
+
+
+IRREGULAR = from_mask(np.random.default_rng(0).random((2**10, 2**10)) < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "options", "expected"),
+    [
+        (2**14, {}, True),
+        (2**14, {"is_causal": True}, False),  # 64 blocks of keys a tile
+        (2**15, {"is_causal": True}, True),
+        (2**14, {"num_tasks": 31}, False),  # groups of 528 rows: tiles of 576
+        (2**16, {"num_tasks": 7}, True),
+        (2**16, {"pattern": sliding_window(2**12, 0)}, False),
+        (2**16, {"pattern": sliding_window(2**14, 0)}, True),
+        (2**10, {"pattern": IRREGULAR}, False),
+    ],
+)
+def test_long_tiles_have_three_consumers(seqlen, options, expected):
+    plan = make_plan(seqlen, **{"num_tasks": 1} | options)
+    bound = options["pattern"].bind(seqlen) if "pattern" in options else None
+    steps = tuple(step for task in plan.tasks for step in task.steps)
+    work = make_work(steps, bound, (range(seqlen),), (range(seqlen),))
+    launch = pytest.importorskip("cqs.worker.triton.launch", reason="without Triton")
+    assert launch._suits_three_consumers(work, 128, False) is expected

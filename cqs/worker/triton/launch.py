@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
     Steps,
+    TileList,
     key_launches,
     make_tile_list,
     query_launches,
@@ -361,21 +362,28 @@ def _choose_forward_lists(operands: TaskOperands, *, packed: bool) -> tuple[_Til
         and terms is None
         and max(query.shape[-1], value.shape[-1]) <= 64
         and num_rows >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * _num_processors(query.device)
+        and _suits_three_consumers(work, tiles.block, packed)
     ):
-        all_lists = _make_lists(query.device, work, _ROWS_OF_THREE, tiles.block, packed=packed)
-        if all(map(_suits_three_consumers, all_lists)):
-            options = tiles.options | {"CONSUMERS": 3}
-            return tiles._replace(rows=_ROWS_OF_THREE, options=options), all_lists
+        tiles = tiles._replace(rows=_ROWS_OF_THREE, options=tiles.options | {"CONSUMERS": 3})
     return tiles, _make_lists(query.device, work, tiles.rows, tiles.block, packed=packed)
 
 
-def _suits_three_consumers(lists: _Lists) -> bool:
-    num_tiles = len(lists.tiles)
-    return (
-        lists.mask_bits is None
-        and lists.blocks.sum() >= _MIN_BLOCKS_OF_THREE * num_tiles
-        and num_tiles * _ROWS_OF_THREE <= _MAX_ROWS_OF_THREE * lists.num_rows
-    )
+@lru_cache(maxsize=256)
+def _suits_three_consumers(work: Work, block: int, packed: bool) -> bool:
+    """Return whether tiles are long, and have few rows more than the output; without mask bits."""
+    if any(view.bits is not None for block_row in work.block_rows for view in block_row.views):
+        return False
+    for launch in query_launches(work, packed=packed):
+        found = make_tile_list(launch, _ROWS_OF_THREE, block)
+        num_tiles = len(found.tiles)
+        is_short = found.blocks.sum() < _MIN_BLOCKS_OF_THREE * num_tiles
+        if is_short or num_tiles * _ROWS_OF_THREE > _MAX_ROWS_OF_THREE * _num_rows(found):
+            return False
+    return True
+
+
+def _num_rows(tiles: TileList) -> int:
+    return int((tiles.tiles[:, TILE_ROW_STOP] - tiles.tiles[:, TILE_ROW_START]).sum())
 
 
 def _num_polls(blocks: np.ndarray) -> int:
@@ -407,11 +415,10 @@ def _make_lists(
     lists = []
     for launch in key_launches(work) if of_keys else query_launches(work, packed=packed):
         found = make_tile_list(launch, tile_rows, block)
-        num_rows = int((found.tiles[:, TILE_ROW_STOP] - found.tiles[:, TILE_ROW_START]).sum())
         arrays = found.tiles, found.runs, launch.mask_bits
         tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
         mask_bits = bits if len(bits) else None
-        numbers = num_rows, found.blocks, _num_polls(found.blocks)
+        numbers = _num_rows(found), found.blocks, _num_polls(found.blocks)
         lists.append(_Lists(launch.steps, tiles, runs, mask_bits, *numbers))
     return lists
 
