@@ -82,8 +82,8 @@ def _attend_on_workers(
         assert isinstance(output, Tensor)
         show(tasks_table(problem, plan, report))
         print(
-            f"{report.seconds:.2f} s, of which {percent(report.overhead)} is Ray's overhead and "
-            "waiting"
+            f"{report.seconds:.2f} s, of which {percent(report.overhead)} are transfers, merges "
+            "and waiting"
         )
         if options.kill:
             _kill_one(cluster, submit, output, _MOMENT * report.seconds)

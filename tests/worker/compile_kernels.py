@@ -91,10 +91,10 @@ def compile_both_passes(
 
 
 def compile_three_consumers(dtype: torch.dtype, head_dim: int, pattern: Pattern) -> None:
-    launch._MIN_ITEMS_OF_THREE, suits = 0, launch._suits_three_consumers
-    launch._suits_three_consumers = lambda *_: True
+    least, suits = launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers
+    launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers = 0, lambda *_: True
     compile_both_passes(dtype, head_dim, pattern, on_hopper=True)
-    launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers = 8, suits
+    launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers = least, suits
 
 
 def compile_rectangles(
