@@ -1,7 +1,11 @@
-"""Tasks on Ray actors: the parts of a run, and its time over that of one process."""
+"""Tasks on Ray actors: the parts of a run, and its time relative to one process."""
 
 import argparse
+import os
+import random
+import signal
 import statistics
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,12 +16,13 @@ from torch import Tensor
 
 import cqs
 from benchmarks.cases import Case
-from benchmarks.errors import verify_output
+from benchmarks.errors import verify_close, verify_output
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_by_wall_clock, track
+from cqs.executors.verify import VerificationError
 from cqs.problem import Problem
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.table import percent
 
 _PARTS = {
@@ -39,54 +44,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(*, tokens: list[int] | None = None, repeats: int = 9, out: str | None = None) -> None:
     """Verify and time runs on a private cluster with one actor per GPU, else per core.
 
+    Each problem is also computed with gradients, and with a worker that is killed. With tensors of
+    the host, actors on GPUs are timed forward only.
+
     Args:
         tokens: Sequence lengths; ``None`` means 16,384, on GPUs also 65,536 and 131,072.
         repeats: Number of repeats.
         out: File to append rows to, or ``None``.
+
+    Raises:
+        VerificationError: Sampled rows deviate from float64, gradients from those of one process,
+            or a result is not bitwise identical after a failure.
     """
     has_gpu = torch.cuda.is_available()
     if tokens is None:
         tokens = [16384, 65536, 131072] if has_gpu else [16384]
-    rows = []
+    rows: list[Measurement] = []
     with cqs.Cluster(object_store_memory=2**34 if has_gpu else None) as cluster:
-        for problem, name, num_tasks in _problems(tokens, has_gpu):
-            rows.append(_measure(cluster, problem, name, num_tasks, repeats))
+        executor = f"ray, {len(cluster.pids)} actors"
+        numbers = {1, len(cluster.pids), 7, 13, 31} if has_gpu else {7, 13}
+        for problem, name in _problems(tokens, has_gpu):
+            measurements = [(_measure, number) for number in sorted(numbers)]
+            if problem.query.is_cuda == has_gpu:
+                measurements += [(_measure_training, number) for number in sorted(numbers)]
+                measurements.append((_measure_failures, 13))
+            for measure, num_tasks in measurements:
+                row = measure(cluster, problem, name, num_tasks, repeats)
+                rows.append(replace(row, executor=executor))
+                append_rows(rows[-1:], out)
     columns: dict[str, Callable[[Measurement], object]] = {
         "case": lambda row: row.case,
+        "run": lambda row: row.benchmark,
         "by": lambda row: row.executor,
         "W": lambda row: row.num_tasks,
         "run ms": lambda row: f"{row.median_ms:.1f}",
-        "over one process": lambda row: f"{row.ratio:.2f}",
-        **{
-            part: lambda row, name=name: f"{1e3 * row.details[name]:.1f}"  # type: ignore[misc]
-            for part, name in _PARTS.items()
-        },
-        "overhead": lambda row: percent(row.details["overhead"]),
+        "baseline": lambda row: row.baseline,
+        "ratio": lambda row: f"{row.ratio:.2f}",
+        **{part: partial(_part, name) for part, name in _PARTS.items()},
+        "overhead": lambda row: percent(row.details["overhead"]) if row.details else "",
     }
-    publish(rows, columns, out)
+    publish(rows, columns, None)
 
 
-def _problems(tokens: list[int], has_gpu: bool) -> Iterator[tuple[Problem, str, int]]:
-    """Yield problems with names and numbers of tasks; on GPUs with tensors of host and GPU."""
+def _part(name: str, row: Measurement) -> str:
+    return f"{1e3 * row.details[name]:.1f}" if row.details else ""
+
+
+def _problems(tokens: list[int], has_gpu: bool) -> Iterator[tuple[Problem, str]]:
+    """Yield problems and their names, non-causal and causal; on GPUs also tensors of the host."""
     for length in tokens:
-        if not has_gpu:
-            for is_causal in (False, True):
-                kind = "causal" if is_causal else "full"
-                problem = Case(kind, length, length, 8, 8, 64, is_causal=is_causal).make()
-                for num_tasks in (7, 13):
-                    yield problem, f"{kind}-{length}-h8-d64", num_tasks
-            continue
-        on_host = Case("full", length, length, 16, 16, 128).make(torch.bfloat16)
-        tensors = on_host.query, on_host.key, on_host.value
-        query, key, value = _to_gpu(tensors)
-        on_gpu = replace(on_host, query=query, key=key, value=value)
-        for problem, place in ((on_host, "host"), (on_gpu, "gpu")):
-            for num_tasks in (1, 7, 13):
-                yield problem, f"full-{length}-h16-d128-{place}", num_tasks
+        heads, head_dim = (16, 128) if has_gpu else (8, 64)
+        dtype = torch.bfloat16 if has_gpu else torch.float32
+        problem = Case("full", length, length, heads, heads, head_dim).make(dtype)
+        shape = f"{length}-h{heads}-d{head_dim}"
+        if has_gpu:
+            yield problem, f"full-{shape}-host"
+            shape += "-gpu"
+            query, key, value = _to_device(problem)
+            problem = replace(problem, query=query, key=key, value=value)
+        yield problem, f"full-{shape}"
+        yield replace(problem, is_causal=True), f"causal-{shape}"
 
 
-def _to_gpu(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    return [tensor.cuda() for tensor in tensors]
+def _to_device(problem: Problem) -> list[Tensor]:
+    """Return query, key and value, on the GPU if there is one."""
+    tensors = [problem.query, problem.key, problem.value]
+    return [tensor.cuda() for tensor in tensors] if torch.cuda.is_available() else tensors
 
 
 def _measure(
@@ -94,14 +117,13 @@ def _measure(
 ) -> Measurement:
     """Time runs on the cluster, each after the same tasks in one process on the same device."""
     tensors = problem.query, problem.key, problem.value
-    local = tuple(_to_gpu(tensors)) if torch.cuda.is_available() else tensors
-    query, key, value = local
     options: dict[str, Any] = {"is_causal": problem.is_causal, "num_tasks": num_tasks}
+    query, key, value = _to_device(problem)
     attend = partial(cqs.attention, query, key, value, **options)
     reports, seconds = [], []
     for _ in track(range(repeats + 1), repeats + 1, f"{name}, W = {num_tasks}"):
         seconds.append(time_by_wall_clock(attend)[0])
-        future = cluster.submit(*tensors, is_causal=problem.is_causal, num_tasks=num_tasks)
+        future = cluster.submit(*tensors, **options)
         output = future.result()
         reports.append(future.report)
     assert isinstance(output, Tensor)
@@ -111,17 +133,84 @@ def _measure(
         part: statistics.median(getattr(report, part) for report in reports)
         for part in (*_PARTS.values(), *_DRIVER)
     }
+    row = _row("ray", name, problem, num_tasks, [report.seconds for report in reports], seconds)
+    return replace(row, details=details)
+
+
+def _measure_training(
+    cluster: cqs.Cluster, problem: Problem, name: str, num_tasks: int, repeats: int
+) -> Measurement:
+    """Time forward and backward passes on the cluster, each after those of one process."""
+    leaves = [tensor.detach().requires_grad_() for tensor in _to_device(problem)]
+    weights = torch.randn_like(leaves[0])
+    found: dict[str, list[float]] = {"one process": [], "cluster": []}
+    gradients: dict[str, tuple[Tensor, ...]] = {}
+
+    def differentiate(attend: Callable[..., Any]) -> tuple[Tensor, ...]:
+        output = attend(*leaves, is_causal=problem.is_causal, num_tasks=num_tasks)
+        return torch.autograd.grad(output, leaves, weights)
+
+    for _ in track(range(repeats + 1), repeats + 1, f"{name}, training, W = {num_tasks}"):
+        for way, attend in (("one process", cqs.attention), ("cluster", cluster.attention)):
+            seconds, gradients[way] = time_by_wall_clock(partial(differentiate, attend))
+            found[way].append(seconds)
+    for which, *pair in zip(("query", "key", "value"), *gradients.values(), strict=True):
+        verify_close(f"the gradient of {which}", pair[1], pair[0])
+    of_cluster, of_one = found["cluster"][1:], found["one process"][1:]
+    return _row("ray both", name, problem, num_tasks, of_cluster, of_one)
+
+
+def _measure_failures(
+    cluster: cqs.Cluster, problem: Problem, name: str, num_tasks: int, repeats: int
+) -> Measurement:
+    """Time runs in which a worker is killed; results must be those of an undisturbed run."""
+    attend = partial(
+        cluster.attention,
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        num_tasks=num_tasks,
+    )
+    attend()
+    undisturbed, expected = time_by_wall_clock(attend)
+    draw = random.Random(0)
+    found: list[float] = []
+    while len(found) < repeats:
+        victim = draw.choice(cluster.pids)
+        timer = threading.Timer(draw.uniform(0, undisturbed), os.kill, [victim, signal.SIGKILL])
+        timer.start()
+        seconds, output = time_by_wall_clock(attend)
+        was_killed = not timer.is_alive() and victim not in cluster.pids
+        timer.cancel()
+        timer.join()
+        if not torch.equal(output, expected):
+            raise VerificationError("the result is not bitwise identical after a worker was killed")
+        if was_killed:
+            found.append(seconds)
+        attend()  # a failed worker may still have to be replaced
+    row = _row("ray failure", name, problem, num_tasks, found, [undisturbed] * len(found))
+    return replace(row, baseline="undisturbed")
+
+
+def _row(
+    benchmark: str,
+    name: str,
+    problem: Problem,
+    num_tasks: int,
+    seconds: list[float],
+    seconds_of_one: list[float],
+) -> Measurement:
     return Measurement(
-        benchmark="ray",
+        benchmark=benchmark,
         case=name,
         baseline="one process",
         num_tasks=num_tasks,
-        executor=f"ray, {len(cluster.pids)} actors",
+        executor="ray",
         dtype=str(problem.query.dtype).removeprefix("torch."),
         ratio=statistics.median(
-            report.seconds / one for report, one in zip(reports, seconds, strict=True)
+            run / one for run, one in zip(seconds, seconds_of_one, strict=True)
         ),
-        repeats=repeats,
-        details=details,
-        **summarize([report.seconds for report in reports]),  # type: ignore[arg-type]
+        repeats=len(seconds),
+        **summarize(seconds),  # type: ignore[arg-type]
     )
