@@ -14,6 +14,8 @@ from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial
 
 _BLOCK_ROWS = 16
+_ALIGNMENT = 16
+"""Bytes at whose multiples tensors start for which Triton compiles the same kernel."""
 
 
 def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
@@ -29,6 +31,8 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     """
     num_rows, number = answer.output.shape[2], len(parts)
     bounds = tuple([rows.indices(num_rows)[:2] for _, rows in parts])
+    outputs = [partial.output for partial, _ in parts]
+    lses, shifts = zip(*[_align(partial.lse) for partial, _ in parts], strict=True)
 
     def make(output: Tensor, lse: Tensor, *of_parts: Tensor) -> Arguments:
         batch, num_heads, _, value_dim = output.shape
@@ -40,10 +44,11 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             outputs,
             lses,
             output.stride(),
-            lse.stride(),
+            tuple(map(_encode, lse.stride())),
             tuple([each.stride() for each in outputs]),
             tuple([tuple(map(_encode, each.stride())) for each in lses]),
             tuple([tuple(map(_encode, each)) for each in bounds]),
+            tuple(map(_encode, shifts)),
             num_blocks,
             num_heads,
             num_rows,
@@ -56,8 +61,20 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         }
         return (num_blocks * batch * num_heads,), positional, constants
 
-    outputs, lses = zip(*[partial for partial, _ in parts], strict=True)
-    _LAUNCHER.launch((*answer, *outputs, *lses), make, key=bounds)
+    _LAUNCHER.launch((*answer, *outputs, *lses), make, key=(bounds, shifts))
+
+
+def _align(lse: Tensor) -> tuple[Tensor, int]:
+    """Return an LSE as memory that starts at a multiple of 16 bytes, and its first element there.
+
+    Triton compiles the kernel anew for each combination of aligned and other tensors, and the LSEs
+    of some rows of a task start anywhere.
+    """
+    shift = lse.data_ptr() % _ALIGNMENT // lse.element_size()
+    start = lse.storage_offset() - shift
+    if shift and start < 0:
+        return lse.clone(), 0
+    return (lse.as_strided(lse.shape, lse.stride(), start), shift) if shift else (lse, 0)
 
 
 def _encode(number: int) -> int:
@@ -74,7 +91,10 @@ def _decode(number):
     return (number - 3) // 2
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "num_heads", "num_rows"],
+    do_not_specialize_on_alignment=["lse"],
+)
 def _merge(
     output,
     lse,
@@ -85,6 +105,7 @@ def _merge(
     outputs_strides,
     lses_strides,
     bounds,
+    shifts,
     num_blocks,
     num_heads,
     num_rows,
@@ -100,10 +121,11 @@ def _merge(
         outputs: Tuple of partial outputs.
         lses: Tuple of their LSEs.
         output_strides: Strides of ``output``. Triton compiles a last stride of 1 as a constant.
-        lse_strides: Strides of ``lse``.
+        lse_strides: Encoded strides of ``lse``.
         outputs_strides: Tuple of the strides of each partial output.
         lses_strides: Tuple of the encoded strides of each LSE.
         bounds: Tuple of the encoded first row and last row + 1 of each partial output.
+        shifts: Tuple of the encoded first element of each LSE.
         num_blocks: Number of blocks of ``BLOCK_ROWS`` rows in one head.
         num_heads: Number of query heads.
         num_rows: Number of rows of ``output``.
@@ -126,6 +148,7 @@ def _merge(
         has_row = (rows >= start) & (rows < stop)
         strides = lses_strides[i]
         place = batch * _decode(strides[0]) + head * _decode(strides[1]) + row * _decode(strides[2])
+        place += _decode(shifts[i])
         new_lse = tl.load(lses[i] + place, mask=has_row, other=float("-inf"))
         place = (
             batch * outputs_strides[i][0]
@@ -154,7 +177,8 @@ def _merge(
         total.to(output.dtype.element_ty),
         mask=in_answer[:, None] & in_output,
     )
-    place = batch * lse_strides[0] + head * lse_strides[1] + row * lse_strides[2]
+    strides = lse_strides
+    place = batch * _decode(strides[0]) + head * _decode(strides[1]) + row * _decode(strides[2])
     tl.store(lse + place, largest + tl.log(sums), mask=in_answer)
 
 
