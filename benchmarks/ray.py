@@ -176,6 +176,7 @@ def _measure_failures(
     undisturbed, expected = time_by_wall_clock(attend)
     draw = random.Random(0)
     found: list[float] = []
+    num_workers = len(cluster.pids)
     while len(found) < repeats:
         victim = draw.choice(cluster.pids)
         timer = threading.Timer(draw.uniform(0, undisturbed), os.kill, [victim, signal.SIGKILL])
@@ -188,7 +189,8 @@ def _measure_failures(
             raise VerificationError("the result is not bitwise identical after a worker was killed")
         if was_killed:
             found.append(seconds)
-        attend()  # a failed worker may still have to be replaced
+        while len(cluster.pids) < num_workers:
+            attend()  # a replacement joins at a call
     row = _row("ray failure", name, problem, num_tasks, found, [undisturbed] * len(found))
     return replace(row, baseline="undisturbed")
 

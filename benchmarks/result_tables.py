@@ -662,18 +662,34 @@ def sharded() -> str:
     """Milliseconds per call inside the workers, and through the cluster."""
     rows = find_rows(rows_of("sharded-h200"), benchmark="sharded")
     table = []
-    cases = sorted(dict.fromkeys(row["case"] for row in rows), key=lambda case: _tokens_of(case))
-    for case in cases:
+    kinds = {(_tokens_of(row["case"]), row["num_tasks"], row["case"]) for row in rows}
+    for tokens, number, case in sorted(kinds):
         inside, *others = (
-            find_row(rows, case=case, executor=name)
+            find_row(rows, case=case, num_tasks=number, executor=name)
             for name in ("in the workers", "ray, one call", "ray, a call each")
         )
         cells = [f"{row['median_ms']:.2f} (+{100 * (row['ratio'] - 1):.2g} %)" for row in others]
-        table.append(
-            [_length(_tokens_of(case)), inside["num_tasks"], f"{inside['median_ms']:.2f}", *cells]
-        )
+        table.append([_length(tokens), number, f"{inside['median_ms']:.2f}", *cells])
     header = ["tokens", "GPUs", "in the workers", "in one call of the cluster", "a call each"]
     return to_markdown(header, table)
+
+
+def ray_on_gpus() -> str:
+    """Seconds of runs on Ray actors with two GPUs, and their time relative to one process."""
+    rows, case = rows_of("ray-h200-x2"), "full-131072-h16-d128"
+    passes = {
+        "tensors of the host, forward": ("ray", f"{case}-host"),
+        "tensors of a GPU, forward": ("ray", f"{case}-gpu"),
+        "tensors of a GPU, forward and backward": ("ray both", f"{case}-gpu"),
+    }
+    numbers = sorted({row["num_tasks"] for row in rows if row["benchmark"] == "ray"})
+    table = []
+    for label, (benchmark, name) in passes.items():
+        cells = [
+            find_row(rows, benchmark=benchmark, case=name, num_tasks=number) for number in numbers
+        ]
+        table.append([label, *(f"{row['median_ms']:.0f} ({row['ratio']:.2f})" for row in cells)])
+    return to_markdown(["", *(f"W = {number}" for number in numbers)], table)
 
 
 def packed() -> str:
@@ -854,6 +870,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-lengths": layer_lengths,
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),
+    "ray-gpus": ray_on_gpus,
     "sharded": sharded,
     "recovery": recovery,
     "judged": judged,

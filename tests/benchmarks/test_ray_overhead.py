@@ -1,4 +1,4 @@
-"""The benchmark ``sharded``: overhead of Ray, and results after failures."""
+"""The benchmarks ``ray`` and ``sharded``: overhead of Ray, and results after failures."""
 
 import json
 import types
@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import sharded
+from benchmarks import ray, sharded
 from benchmarks.__main__ import main
 from cqs.executors.verify import VerificationError
 
@@ -42,6 +42,23 @@ def test_rows_of_calls_and_failures(few_layers, tmp_path):
     for row in rows[3:]:
         assert row["ratio"] > 1
         assert row["details"]["longest_ms"] == pytest.approx(row["median_ms"])
+
+
+@pytest.mark.ray
+def test_rows_of_tasks_on_actors(ray_session, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert main(["ray", "--seqlen", "700", "--repeats", "1", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    per_case = [("ray", 7), ("ray", 13), ("ray both", 7), ("ray both", 13), ("ray failure", 13)]
+    assert [(row["benchmark"], row["num_tasks"]) for row in rows] == 2 * per_case
+    assert [row["case"].split("-")[0] for row in rows] == 5 * ["full"] + 5 * ["causal"]
+    assert len({row["executor"] for row in rows}) == 1
+    for row in rows:
+        parts = [row["details"][part] for part in ray._PARTS.values()] if row["details"] else []
+        assert sum(parts) == pytest.approx(row["median_ms"] / 1e3 if parts else 0, rel=0.01)
+        assert row["baseline"] == (
+            "undisturbed" if row["benchmark"] == "ray failure" else "one process"
+        )
 
 
 @pytest.mark.parametrize("moment", ["any moment", "any call", "compute"])
