@@ -5,6 +5,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.plots.memory import plot_memory
+from cqs.plotting.colors import OKABE_ITO
 from cqs.plotting.figures import add_legend, make_logarithmic, new_axes
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ Rows = Sequence["CaseRow"]
 
 _SIZE = (4, 3.2)
 """Width and height of a new figure in inches."""
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 _MARKERS = "os^Dv"
 
 
@@ -57,7 +56,7 @@ def plot_active_memory(rows: Rows, axes: Any = None) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     axes = new_axes(_SIZE) if axes is None else axes
-    axes.set_prop_cycle(color=_COLORS)
+    axes.set_prop_cycle(color=OKABE_ITO[:6])
     for row in rows:
         plot_memory(row.samples, axes)
         axes.lines[-1].set_label(f"W = {row.num_tasks}")
@@ -123,7 +122,7 @@ def _draw_lines(rows: Rows, axes: Any, quantity: "Callable[[CaseRow], float]") -
 
     axes = new_axes(_SIZE) if axes is None else axes
     workers = sorted({row.num_tasks for row in rows})
-    for number, color, marker in zip(workers, cycle(_COLORS), cycle(_MARKERS), strict=False):
+    for number, color, marker in zip(workers, cycle(OKABE_ITO[:6]), cycle(_MARKERS), strict=False):
         points = [(row.tokens, quantity(row)) for row in rows if row.num_tasks == number]
         lengths, numbers = zip(*points, strict=True)
         axes.plot(lengths, numbers, color=color, marker=marker, ms=5, label=f"W = {number}")

@@ -17,10 +17,9 @@ from cqs.patterns import (
     sliding_window,
     strided,
 )
+from cqs.plotting.colors import OKABE_ITO
 
 _TOKENS = 48
-_LIVE = "#0072b2"
-"""Blue of Okabe and Ito, "Color Universal Design", 2008."""
 
 
 def gallery() -> dict[str, Pattern]:
@@ -49,7 +48,7 @@ def plot_gallery() -> Any:
 
     patterns = gallery()
     figure = Figure(figsize=(9.6, 7.6), layout="constrained")
-    colors = ListedColormap(["#f2f2f2", _LIVE])
+    colors = ListedColormap(["#f2f2f2", OKABE_ITO[0]])
     for axes, (text, pattern) in zip(figure.subplots(3, 4).flat, patterns.items(), strict=True):
         axes.imshow(pattern.to_mask(_TOKENS), cmap=colors, vmin=0, vmax=1)
         axes.set(xticks=[], yticks=[])

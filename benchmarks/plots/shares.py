@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cqs.plotting.colors import OKABE_ITO
 from cqs.plotting.figures import PLAIN, add_legend, make_logarithmic, new_axes
-
-_COLORS = "#d55e00", "#0072b2"
-"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 
 
 def plot_shares(shares: Mapping[str, Mapping[int, float]], axes: Any = None) -> Any:
@@ -25,7 +23,7 @@ def plot_shares(shares: Mapping[str, Mapping[int, float]], axes: Any = None) -> 
         ideal: Sequence[float] = [number**power for number in numbers]
         axes.plot(numbers, ideal, color="gray", linewidth=1)
         axes.annotate(label, (numbers[-1], ideal[-1]), (3, 0), textcoords="offset points")
-    for (label, line), color, marker in zip(shares.items(), _COLORS, "os", strict=True):
+    for (label, line), color, marker in zip(shares.items(), OKABE_ITO[1::-1], "os", strict=True):
         axes.plot(*zip(*sorted(line.items()), strict=True), marker, color=color, label=label)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)

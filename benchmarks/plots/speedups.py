@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from cqs.plotting.colors import OKABE_ITO
 from cqs.plotting.figures import PLAIN, add_legend, new_axes
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of the benchmark ``patterns``, as the JSON objects of its files."""
-
-_COLORS = "#0072b2", "#d55e00"
-"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 
 
 def plot_speedups(rows: Rows, axes: Any = None) -> Any:
@@ -28,7 +26,7 @@ def plot_speedups(rows: Rows, axes: Any = None) -> Any:
     longest = max(tokens for speedups in found.values() for tokens in speedups)
     names = sorted(found, key=lambda name: found[name].get(longest, 0))
     names = [name for name in names if longest in found[name]]
-    axes.barh(names, [found[name][longest] for name in names], color=_COLORS[0], label=longest)
+    axes.barh(names, [found[name][longest] for name in names], color=OKABE_ITO[0], label=longest)
     shorter = sorted({tokens for name in names for tokens in found[name]} - {longest})
     for i, tokens in enumerate(shorter):
         points = [(found[name][tokens], name) for name in names if tokens in found[name]]
@@ -67,7 +65,7 @@ def plot_gains(rows_of: Mapping[str, Rows], axes: Any = None) -> Any:
                 low.append(middle[-1] - min(speedups))
                 high.append(max(speedups) - middle[-1])
         axes.bar(
-            places, middle, width, yerr=(low, high), capsize=2, color=_COLORS[i], label=label,
+            places, middle, width, yerr=(low, high), capsize=2, color=OKABE_ITO[i], label=label,
             error_kw={"linewidth": 0.8},
         )  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.8)

@@ -12,6 +12,10 @@ J' is from 30 to 88, which reserves black and white for lines and background. Ch
 """
 
 
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Colour-blind safe colours of curves and bars (Okabe and Ito, "Color Universal Design", 2008)."""
+
+
 def task_colors(num_tasks: int) -> list[str]:
     """Return a colour such as ``"#0b9f3c"`` for each task; colours repeat after 128 tasks."""
     return [f"#{color}" for color in islice(cycle(_PALETTE), num_tasks)]

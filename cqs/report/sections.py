@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cqs.plotting.colors import OKABE_ITO
 from cqs.plotting.figures import PLAIN, add_legend, make_logarithmic, new_axes
 from cqs.report.measurement import format_rows
 from cqs.report.rows import ScalingRow
@@ -13,8 +14,6 @@ Rows = Sequence[ScalingRow]
 
 _SIZE = (4, 3.2)
 """Width and height of a new figure in inches."""
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Colour-blind safe colours of Okabe and Ito, "Color Universal Design", 2008."""
 _LINES = ("o-", "s--", "^-.", "D:")
 _MIB = 2**20
 _IDEAL_SHARE = r"$1/\sqrt{W}$"
@@ -100,7 +99,7 @@ class Section:
         axes.xaxis.set_major_formatter(PLAIN)
         axes.set(xlim=(0.9, 1.2 * rows[-1].num_tasks), xlabel="tasks", ylabel=self.label)
         axes.grid(color="gray", alpha=0.3)
-        for name, color, line in zip(self.lines, _COLORS, _LINES, strict=False):
+        for name, color, line in zip(self.lines, OKABE_ITO, _LINES, strict=False):
             if points := _points(rows, name):
                 axes.plot(*zip(*points, strict=True), line, color=color, ms=5, label=name)
                 if name in _REFERENCES:
