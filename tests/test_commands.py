@@ -558,7 +558,7 @@ def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt
     output, _ = attend(problem)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
     assert main([*BUDGETED, "--tasks", "3"]) == 2
-    assert "--budget goes neither" in capsys.readouterr().err
+    assert "--budget cannot be combined" in capsys.readouterr().err
     assert main([*WITHOUT_BUDGET, "--resume", "run"]) == 2
     assert "go with --budget" in capsys.readouterr().err
 

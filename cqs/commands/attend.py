@@ -1,4 +1,4 @@
-"""Attend to query, key and value files; write the output file as it is computed."""
+"""Attend to query, key and value files; write the output to a file."""
 
 import argparse
 import sys
@@ -75,7 +75,8 @@ def run(options: argparse.Namespace) -> None:
     how = attend_to(options, inputs, shape, dtype)
     seconds = time.perf_counter() - start
     print(*(f"{name} {list(each.shape)}" for name, each in zip(_NAMES, inputs, strict=True)), dtype)
-    print(f"{how}, {digits(seconds)} s from files to file")
+    verified = ", sampled rows verified in float64" if options.verify else ""
+    print(f"{how}, {digits(seconds)} s from files to file{verified}")
     print(f"{options.output}: {list(shape)} {dtype}")
 
 
@@ -115,7 +116,7 @@ def _attend_within_budget(
 ) -> str:
     """Attend from files to files within a memory budget; say with which tasks and backend."""
     if options.num_tasks is not None or options.executor != "local" or options.lse:
-        raise ValueError("--budget goes neither with --tasks and --executor nor with --lse")
+        raise ValueError("--budget cannot be combined with --tasks, --executor or --lse")
     with ExitStack() as stack:
         directory = None
         if options.resume is not None:

@@ -1,6 +1,7 @@
 """Show the tasks of a plan as a table, JSON or a picture."""
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -101,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
         _print_tasks(plan, shape, as_integer("--rows", options.rows, 1))
     if options.picture:
         save_owners(plan, options.picture)
+        print(f"picture: {options.picture}", file=sys.stderr)
 
 
 def _print_tasks(plan: Plan, shape: AttentionShape, most_rows: int) -> None:

@@ -76,7 +76,7 @@ class TaskExecutor:
 
     def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        return part.backend or "chosen by the actors"
+        return part.backend or "chosen by the workers"
 
     def _compute(self, job: Job, backend: str | None, hooks: Hooks) -> None:
         pool, cancelled = self._dispatcher.pool, hooks.cancelled or threading.Event()
