@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case_measurement import CaseRow
+from benchmarks.explorer import write_script
 from benchmarks.plots.bottleneck import plot_bottleneck
 from benchmarks.plots.case_study import plot_study
 from benchmarks.plots.gallery import plot_gallery
@@ -18,6 +19,8 @@ from benchmarks.result_tables import memory_shares, rows_of
 from cqs.plotting.figures import save_figure
 
 ROOT = Path(__file__).parents[1]
+EXPLORER_DATA = "docs/_static/explorer-data.js"
+"""Script with the data of the interactive page, in the repository."""
 _DPI = 120
 
 
@@ -30,6 +33,8 @@ def run(options: argparse.Namespace) -> None:
     for path, draw in FIGURES.items():
         save_figure(draw(), ROOT / path, dpi=_DPI)
         print(path)
+    (ROOT / EXPLORER_DATA).write_text(write_script())
+    print(EXPLORER_DATA)
 
 
 def _case_study() -> Any:

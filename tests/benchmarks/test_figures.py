@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.figures import FIGURES, ROOT, run
+from benchmarks.figures import EXPLORER_DATA, FIGURES, ROOT, run
 from benchmarks.tables import find_pages
 
 pytestmark = pytest.mark.slow
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 def test_all_figures_are_drawn_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.figures.ROOT", tmp_path)
-    for path in FIGURES:
+    for path in (*FIGURES, EXPLORER_DATA):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     run(None)
     pages = "".join(page.read_text() for page in find_pages())
