@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cqs.patterns import Pattern, sliding_window
+from cqs.plotting.colors import OKABE_ITO
 from cqs.scheduler import AttentionShape, Plan, make_plan
 from cqs.scheduler.cost_model import Machine, Workload, predict
 
@@ -23,13 +24,15 @@ def make_data() -> dict[str, Any]:
     """Return the interest set, owners and predicted costs of each number of tasks, for JSON.
 
     Returns:
-        For each number of tasks: the interest set; by kind of attention the owners of all cells of
-        a score matrix of two tokens per group, row by row, as letters and ``"."`` where no pair is
-        live; and bytes per token that a device receives and holds, by kind and method.
+        Letters of owners, tokens of a group, colours; and for each number of tasks the interest
+        set; by kind of attention the owners of all cells of a score matrix of two tokens per group,
+        row by row, as letters and ``"."`` where no pair is live; and bytes per token that a device
+        receives and holds, by kind and method.
     """
     return {
         "letters": _LETTERS,
         "groups": _TOKENS_OF_A_GROUP,
+        "colors": OKABE_ITO,
         "tasks": {number: _describe(number) for number in range(1, MOST_TASKS + 1)},
     }
 

@@ -1,15 +1,14 @@
 // Draws the quorum wheel, the score matrix and the costs of the numbers that are chosen.
 "use strict";
 {
-  const OKABE_ITO = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"];
   const OTHERS = ["#d0d0d0", "#c0c0c0", "#b0b0b0"];
   const form = document.getElementById("explorer");
   const byId = (id) => document.getElementById(id);
 
   const color = (owner, task, numTasks) => {
-    if (owner === task) return OKABE_ITO[0];
-    if (numTasks > OKABE_ITO.length) return OTHERS[owner % OTHERS.length];
-    return OKABE_ITO[(owner - task + numTasks) % numTasks];
+    if (owner === task) return EXPLORER.colors[0];
+    if (numTasks > EXPLORER.colors.length) return OTHERS[owner % OTHERS.length];
+    return EXPLORER.colors[(owner - task + numTasks) % numTasks];
   };
 
   const drawWheel = (numTasks, quorum) => {
@@ -18,14 +17,14 @@
       return [100 + 80 * Math.sin(angle), 100 - 80 * Math.cos(angle)];
     };
     const line = ([x1, y1], [x2, y2]) =>
-      `<line x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}" stroke="${OKABE_ITO[0]}"/>`;
+      `<line x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}" stroke="${EXPLORER.colors[0]}"/>`;
     let parts = '<circle cx="100" cy="100" r="80" fill="none" stroke="gray"/>';
     quorum.forEach((first, i) =>
       quorum.slice(i + 1).forEach((second) => (parts += line(place(first), place(second)))));
     for (let group = 0; group < numTasks; group++) {
       const [x, y] = place(group);
       const isRead = quorum.includes(group);
-      const fill = isRead ? OKABE_ITO[0] : "gray";
+      const fill = isRead ? EXPLORER.colors[0] : "gray";
       parts += `<circle cx="${x}" cy="${y}" r="${isRead ? 5 : 2.5}" fill="${fill}"/>`;
     }
     byId("explorer-wheel").innerHTML = parts;
