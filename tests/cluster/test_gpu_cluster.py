@@ -53,13 +53,13 @@ def test_every_placement_is_exact(gpu_cluster, device, num_tasks, layout, dtype)
 
 
 def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypatch):
-    used, init = [], Outbox.__init__
+    used, put_settings = [], Outbox.put_settings
 
     def note(outbox, *arguments):
-        init(outbox, *arguments)
-        used.append(len(outbox.used_by_actors))
+        used.append(outbox.is_shared)
+        return put_settings(outbox, *arguments)
 
-    monkeypatch.setattr(Outbox, "__init__", note)
+    monkeypatch.setattr(Outbox, "put_settings", note)
     problem = CASE.make()
     tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]
     first = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=7)
@@ -67,7 +67,7 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     assert first.report.unload_seconds < 0.01
     monkeypatch.setattr(gpu_cluster._pool, "shares_gpu_memory", False)
     assert torch.equal(gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7), output)
-    assert used == [5, 0], "query, key, value, output and LSE"
+    assert used == [True, False]
 
 
 def test_memory_of_a_call_is_freed(gpu_cluster):

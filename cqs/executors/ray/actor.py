@@ -3,32 +3,43 @@
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.pool import ActorInfo
+from cqs.executors.ray.pool import ActorInfo, MemoryNotSharedError, PartsLostError
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks import job
 from cqs.executors.ray.tasks.inputs import Inputs, Sent
-from cqs.executors.ray.tasks.job import Group, MergeCall, RunSettings, TaskCall, TaskResults
+from cqs.executors.ray.tasks.job import (
+    Group,
+    MergeCall,
+    Returned,
+    RunSettings,
+    TaskCall,
+    TaskResults,
+)
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.tiler.group import Part
 from cqs.version import __version__
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
+if TYPE_CHECKING:
+    from cqs.executors.ray.tasks.device_memory import ExportedMemory, SharedTensor
+
 _ALIGNMENT = 64
 """Bytes at whose multiples the memory of a result starts."""
 _Found = TypeVar("_Found")
-_SentParts = list[tuple[slice, tuple[Blob, ...]]]
-"""Parts of a group, as blobs."""
+_SentParts = list[tuple[slice, "tuple[Blob | SharedTensor, ...]"]]
+"""Parts of a group that another actor reads."""
 
 
 class TaskActor(ShardActor):
@@ -52,6 +63,8 @@ class TaskActor(ShardActor):
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
         self._kept: dict[tuple[Group, int], list[Part]] = {}
         """Parts of the current run by group and task, until the group is merged here."""
+        self._exported: ExportedMemory | None = None
+        """Parts of the current run that other actors read; None before the first."""
         self._backend: str | None = None
         """Name of the backend of the current task."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
@@ -76,8 +89,7 @@ class TaskActor(ShardActor):
 
         Returns:
             The measurements of each task, with the gradients of its score terms; if groups are
-            returned, a list of these and of the parts by group, for each list of groups in
-            ``calls``, with blobs in place of tensors.
+            returned, a list of these and of the parts by group, for each actor that merges some.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
@@ -93,13 +105,7 @@ class TaskActor(ShardActor):
         for call in calls:
             try:
                 report, found, sums = self._run_task(settings, call, sides, begun)
-                returned += [
-                    {
-                        group: [(rows, self._pack(part)) for rows, part in found[group]]
-                        for group in groups
-                    }
-                    for groups in call.returned
-                ]
+                returned += [self._send(found, each) for each in call.returned]
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
@@ -108,6 +114,7 @@ class TaskActor(ShardActor):
             for group in call.kept:
                 parts = found[group]
                 self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
+        self._synchronize()  # other actors may read the parts once this call is answered
         return [reports, *returned] if returned else reports
 
     def merge(
@@ -130,6 +137,8 @@ class TaskActor(ShardActor):
 
         Raises:
             MemoryNotSharedError: The GPU memory of the driver cannot be accessed.
+            PartsLostError: The parts on the GPU of another actor cannot be accessed. All groups can
+                be merged again.
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
@@ -138,19 +147,27 @@ class TaskActor(ShardActor):
             others = {task: next(sent)[call.group] for task in call.returned}
             merge = partial(self._merge_group, settings, call, others, free)
             results, free = self._with_room(merge)
-            for task in call.tasks:
-                self._kept.pop((call.group, task), None)
             merged.append(() if settings.results[call.group.is_of_keys][0].shared else results)
         self._synchronize()
+        for group, tasks in ((call.group, call.tasks) for call in calls):
+            for task in tasks:
+                self._kept.pop((group, task), None)
         middle = time.perf_counter()
         blobs = [self._pack(tensors) for tensors in merged]
         end = time.perf_counter()
         return MergeReport(os.getpid(), self._node, started, middle - start, end - middle), blobs
 
-    def forget(self) -> None:
-        """Discard what the actor keeps of the current run."""
+    def forget(self, closes: bool) -> None:
+        """Discard what the actor keeps of the current run.
+
+        Args:
+            closes: Also close memory of other processes, and free what they may have open.
+        """
         self._begin(-1)
         self._buffer = self._buffer.new_empty(0)
+        if closes:
+            self._inputs.close()
+            self._exported = None
 
     def _begin(self, number: int) -> None:
         """Discard what the actor keeps of earlier runs."""
@@ -158,6 +175,8 @@ class TaskActor(ShardActor):
             self._number, self._is_short = number, False
             self._kept.clear()
             self._inputs.clear()
+            if self._exported is not None:
+                self._exported.clear()
 
     def _load(
         self, settings: RunSettings, calls: Sequence[TaskCall], sides: Sequence[Sequence[Sent]]
@@ -182,7 +201,7 @@ class TaskActor(ShardActor):
         terms = job.terms_of_task(settings, call, self._device)
         worker = replace(worker, terms=terms)
         ranges = task.held_queries, task.held_keys
-        groups = [*call.kept, *chain(*call.returned)]
+        groups = [*call.kept, *chain.from_iterable(each.groups for each in call.returned)]
         self._backend = worker.backend
 
         def compute() -> tuple[TaskResults, float, float, int, int]:
@@ -241,13 +260,12 @@ class TaskActor(ShardActor):
         ordered: list[Part] = []
         for task in call.tasks:
             if task in others:
-                parts = others[task]
-                ordered += [(rows, tuple(b.tensor() for b in part)) for rows, part in parts]
+                ordered += self._receive(others[task])
             else:
-                ordered += self._kept[call.group, task]
-        on_device = [(rows, tuple(t.to(self._device) for t in part)) for rows, part in ordered]
+                kept = self._kept[call.group, task]
+                ordered += [(rows, tuple(t.to(self._device) for t in part)) for rows, part in kept]
         results, free = self._results(settings, call.group, free)
-        settings.of_pass.merge(on_device, results)
+        settings.of_pass.merge(ordered, results)
         return results, free
 
     def _results(self, settings: RunSettings, group: Group, free: int) -> tuple[list[Tensor], int]:
@@ -278,6 +296,37 @@ class TaskActor(ShardActor):
         self._kept = {key: _on_host(parts) for key, parts in self._kept.items()}
         torch.cuda.empty_cache()
         return compute()
+
+    def _send(self, found: TaskResults, returned: Returned) -> dict[Group, _SentParts]:
+        """Return parts by group for another actor: on this GPU if it reads them there."""
+        tensors = [t for group in returned.groups for _, part in found[group] for t in part]
+        shared: Sequence[SharedTensor] = ()
+        if returned.stays_on_gpu and not self._is_short:
+            with suppress(ImportError, RuntimeError):  # memory is short, or has no handle
+                shared = self._export(tensors)
+        sent: Iterator[Blob | SharedTensor] = iter(shared or self._pack(tensors))
+        return {
+            group: [(rows, tuple(next(sent) for _ in part)) for rows, part in found[group]]
+            for group in returned.groups
+        }
+
+    def _export(self, tensors: Sequence[Tensor]) -> "list[SharedTensor]":
+        """Copy tensors to memory that other processes open."""
+        if self._exported is None:
+            from cqs.executors.ray.tasks.device_memory import ExportedMemory
+
+            self._exported = ExportedMemory(self._device)
+        places = self._exported.allocate(tensors)
+        for (place, _), tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        return [shared for _, shared in places]
+
+    def _receive(self, parts: _SentParts) -> list[Part]:
+        """Return parts of another actor as tensors that kernels can read."""
+        try:
+            return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
+        except MemoryNotSharedError as error:
+            raise PartsLostError(str(error)) from error
 
     def _pack(self, tensors: Sequence[Tensor]) -> tuple[Blob, ...]:
         """Return blobs of tensors; those of a GPU are copied to pinned memory first."""

@@ -32,6 +32,10 @@ class MemoryNotSharedError(RuntimeError):
     """A process cannot open the GPU memory of another one, as in another container."""
 
 
+class PartsLostError(RuntimeError):
+    """Parts that an actor had left on its GPU are lost, as after its failure."""
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """After how many failures, and after how long a silence, a call gives up."""
@@ -91,11 +95,13 @@ class ActorPool:
         self.store_bytes = 0.0
         """Size of the object store of one node, in bytes."""
         self.shares_gpu_memory = True
-        """Whether actors on GPUs of this host may access GPU tensors of this process."""
+        """Whether processes of one host may access each other's GPU memory."""
+        self.exported: dict[Any, Any] = {}
+        """Memory of this process that actors access, by GPU."""
         self._connection = find_connection()
         self._room: Any = None
-        self._abandoned: dict[Any, Any] = {}
-        """References to unfinished results, and what must exist until they are finished."""
+        self._abandoned: dict[Any, bool] = {}
+        """References to unfinished results that are not needed, and whether runs wait for them."""
 
     def start(
         self,
@@ -171,6 +177,16 @@ class ActorPool:
                     failure = answer.failure or answer.error or failure
         return failure
 
+    def share_host(self, one: Actor, other: Actor) -> bool:
+        """Return whether one actor can read memory on the GPU of another one."""
+        return (
+            self.shares_gpu_memory
+            and one.info is not None
+            and other.info is not None
+            and one.info.node == other.info.node
+            and one.info.device == other.info.device == "cuda"
+        )
+
     @property
     def infos(self) -> list[ActorInfo]:
         """Where the actors run that have started."""
@@ -198,7 +214,7 @@ class ActorPool:
             self.ray.kill(actor.handle, no_restart=True)
         actor.handle = actor.info = None  # a handle keeps a connection of Ray open
 
-    def abandon(self, refs: Iterable[Any], used: Any = None) -> None:
+    def abandon(self, refs: Iterable[Any], *, must_end: bool = False) -> None:
         """Discard results that are no longer needed.
 
         Ray prints the error of a result that was never read. The pool therefore keeps unfinished
@@ -206,17 +222,29 @@ class ActorPool:
 
         Args:
             refs: References to the results.
-            used: What must exist until all results are finished, such as tensors of this process.
+            must_end: Whether their computation must end before memory is shared again.
         """
-        self._abandoned.update(dict.fromkeys(refs, used))
-        if not self._abandoned or not self.is_connected:
-            return
-        all_refs = list(self._abandoned)
-        ready, _ = self.ray.wait(all_refs, num_returns=len(all_refs), timeout=0)
+        self._abandoned.update(dict.fromkeys(refs, must_end))
+        if self._abandoned and self.is_connected:
+            self._read_abandoned(list(self._abandoned), 0)
+
+    def await_abandoned(self, timeout: float) -> bool:
+        """Wait for computations that must end; return whether all have ended.
+
+        Args:
+            timeout: Longest wait in seconds.
+        """
+        refs = [ref for ref, must_end in self._abandoned.items() if must_end]
+        return not refs or self._read_abandoned(refs, timeout) == len(refs)
+
+    def _read_abandoned(self, refs: list[Any], timeout: float) -> int:
+        """Read what is finished after a time at most; return the number of finished results."""
+        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=timeout)
         for ref in ready:
             del self._abandoned[ref]
             with suppress(Exception):
                 self.ray.get(ref)
+        return len(ready)
 
     def close(self) -> None:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
@@ -226,6 +254,7 @@ class ActorPool:
                 self.remove(actor)
             if self._room is not None:
                 self.ray.util.remove_placement_group(self._room)
+        self.exported.clear()
 
 
 class Answer(NamedTuple):
@@ -254,17 +283,15 @@ class Calls:
     it was sent, and is then lost.
     """
 
-    def __init__(self, pool: ActorPool, cancelled: threading.Event, used: Any = None):
+    def __init__(self, pool: ActorPool, cancelled: threading.Event):
         """Start without calls.
 
         Args:
             pool: The pool of the actors.
             cancelled: Event that makes waits end with CancelledError, as the closing of the cluster
                 does.
-            used: What must exist until all calls have ended, such as tensors of this process.
         """
         self._pool, self._ray, self.cancelled = pool, pool.ray, cancelled
-        self._used = used
         self.start = time.monotonic()
         self.timeout = pool.retry_policy.stall_timeout
         """Seconds after which an actor that has started and does not answer counts as hung."""
@@ -278,7 +305,9 @@ class Calls:
 
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
-            self._pool.abandon(self._actors, self._used)
+            calls = [call for queue in self.queues.values() for call in queue.items()]
+            self._pool.abandon((ref for ref, key in calls if key is not None), must_end=True)
+            self._pool.abandon(ref for ref, key in calls if key is None)
         self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
         for queue in self.queues.values():
             queue.clear()
@@ -388,5 +417,5 @@ class Calls:
             del self._actors[ref]
         info = actor.info
         self._pool.remove(actor)
-        self._pool.abandon(queue, self._used)
+        self._pool.abandon(queue, must_end=True)
         return Answer(actor, list(queue.values()), failure=failure, info=info)

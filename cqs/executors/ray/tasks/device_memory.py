@@ -1,4 +1,8 @@
-"""Tensors on GPUs that other processes of the host read and write in place, by CUDA IPC."""
+"""GPU memory that other processes of the host read and write in place, by CUDA IPC."""
+
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from cuda.bindings import driver
@@ -7,34 +11,112 @@ from torch import Tensor
 from cqs.executors.distributed.transport.ipc_memory import as_bytes, check, open_memory
 from cqs.executors.ray.pool import MemoryNotSharedError
 
+_ALIGNMENT = 256
+"""Bytes at whose multiples tensors start."""
+_LEAST_BYTES = 2**25
+"""Smallest allocation in bytes."""
+_PROCESS = uuid.uuid4().hex
+"""Identifies this process: processes in two containers may have the same number."""
 
-class SharedTensor:
-    """A GPU tensor as an IPC handle, which pickles in a few hundred bytes.
 
-    The tensor must exist, and its values must be complete, for as long as other processes use it.
-    """
+class SharedTensor(NamedTuple):
+    """Where a contiguous tensor is in exported memory; pickles in a few hundred bytes."""
 
-    def __init__(self, tensor: Tensor):
-        """Export the memory of a tensor.
-
-        Raises:
-            RuntimeError: The memory has no IPC handle, as with PyTorch's expandable segments.
-        """
-        with torch.cuda.device(tensor.device):
-            # The values are then complete, and the context is current in this thread.
-            torch.cuda.current_stream().synchronize()
-            error, base, _ = driver.cuMemGetAddressRange(tensor.data_ptr())
-            check((error,))
-            error, handle = driver.cuIpcGetMemHandle(base)
-            check((error,))
-        self._handle = bytes(handle.reserved)
-        self._offset = tensor.data_ptr() - int(base)
-        self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
-        self._gpu = _name_of(tensor.device)
+    process: str
+    """The process that has exported the memory."""
+    gpu: str
+    """Its GPU."""
+    handle: bytes
+    """IPC handle of the allocation that includes the tensor."""
+    base: int
+    """Address of the allocation in that process."""
+    offset: int
+    """Bytes of the allocation before the tensor."""
+    dtype: torch.dtype
+    """Dtype of the tensor."""
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
 
     def is_on(self, device: torch.device) -> bool:
         """Return whether the tensor is on this GPU."""
-        return self._gpu == _name_of(device)
+        return self.gpu == _name_of(device)
+
+
+class _Allocation:
+    """Memory that this process has exported."""
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.used = 0
+        """Bytes in use, from the beginning."""
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context current in this thread
+            error, base, _ = driver.cuMemGetAddressRange(self.memory.data_ptr())
+            check((error,))
+            error, handle = driver.cuIpcGetMemHandle(base)
+            check((error,))
+        self.base, self.handle = int(base), bytes(handle.reserved)
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.used + num_bytes <= self.memory.nbytes
+
+
+class ExportedMemory:
+    """GPU memory for tensors of one run after another, which other processes open once.
+
+    To open an allocation takes about 10 ms, whatever its size: allocations are kept from run to
+    run. What another process has open exists until that process closes it, even if this one ends.
+    """
+
+    def __init__(self, device: torch.device):
+        """Start without memory.
+
+        Args:
+            device: A GPU of this process.
+        """
+        self.device, self._gpu = device, _name_of(device)
+        self._allocations: list[_Allocation] = []
+
+    def clear(self) -> None:
+        """Let new tensors overwrite all earlier ones."""
+        for allocation in self._allocations:
+            allocation.used = 0
+
+    def allocate(self, like: Sequence[Tensor]) -> list[tuple[Tensor, SharedTensor]]:
+        """Return contiguous tensors of the same shapes and dtypes, and where they are.
+
+        Raises:
+            torch.OutOfMemoryError: The GPU has too little memory.
+            RuntimeError: The memory has no IPC handle, as with PyTorch's expandable segments.
+        """
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+        allocation = self._find_room(sum(sizes))
+        before, found = allocation.memory.data_ptr() - allocation.base, []
+        for tensor, size in zip(like, sizes, strict=True):
+            first, shape = allocation.used, tuple(tensor.shape)
+            allocation.used += size
+            place = allocation.memory[first : first + tensor.nbytes].view(tensor.dtype)
+            shared = SharedTensor(
+                process=_PROCESS,
+                gpu=self._gpu,
+                handle=allocation.handle,
+                base=allocation.base,
+                offset=before + first,
+                dtype=tensor.dtype,
+                shape=shape,
+            )
+            found.append((place.view(shape), shared))
+        return found
+
+    def _find_room(self, num_bytes: int) -> _Allocation:
+        """Return an allocation with room; a new one at least doubles the memory."""
+        for allocation in self._allocations:
+            if allocation.has_room(num_bytes):
+                return allocation
+        present = sum(allocation.memory.nbytes for allocation in self._allocations)
+        new = _Allocation(max(num_bytes, present, _LEAST_BYTES), self.device)
+        self._allocations.append(new)
+        return new
 
 
 class OpenedMemory:
@@ -54,23 +136,24 @@ class OpenedMemory:
         """Return a tensor over the memory of another process, valid until :meth:`close`.
 
         Raises:
-            MemoryNotSharedError: The memory cannot be accessed.
+            MemoryNotSharedError: The memory cannot be accessed, or its process has ended.
         """
+        size = torch.Size(shared.shape).numel() * shared.dtype.itemsize
         with torch.cuda.device(self._device):
-            if shared._handle not in self._addresses:
-                torch.cuda.synchronize()  # makes the context current in this thread
-                address = open_memory(shared._handle)
-                if not address:
-                    raise MemoryNotSharedError("GPU memory of the driver cannot be opened")
-                self._addresses[shared._handle] = address
-            address = self._addresses[shared._handle]
-            last = sum(
-                (length - 1) * stride
-                for length, stride in zip(shared._shape, shared._strides, strict=True)
-            )
-            size = (last + 1) * shared._dtype.itemsize
-            found = as_bytes(address + shared._offset, size, self._device).view(shared._dtype)
-        return found.as_strided(shared._shape, shared._strides)
+            address = self._address_of(shared) + shared.offset
+            found = as_bytes(address, size, self._device)
+        return found.view(shared.dtype).view(shared.shape)
+
+    def _address_of(self, shared: SharedTensor) -> int:
+        if shared.process == _PROCESS:  # which cannot open its own memory
+            return shared.base
+        if shared.handle not in self._addresses:
+            torch.cuda.synchronize()  # makes the context current in this thread
+            address = open_memory(shared.handle)
+            if not address:
+                raise MemoryNotSharedError("GPU memory of another process cannot be opened")
+            self._addresses[shared.handle] = address
+        return self._addresses[shared.handle]
 
     def close(self) -> None:
         """Wait for the GPU and close all memory."""

@@ -3,13 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import MemoryNotSharedError
+from cqs.executors.ray.pool import ActorPool, MemoryNotSharedError
 from cqs.executors.ray.tasks.job import Job
 from cqs.executors.ray.tasks.report import RunReport
 from cqs.executors.ray.tasks.run import Run
@@ -80,21 +81,37 @@ class TaskExecutor:
 
     def _compute(self, job: Job, backend: str | None, hooks: Hooks) -> None:
         pool, cancelled = self._dispatcher.pool, hooks.cancelled or threading.Event()
-        for device in {tensor.device for tensor in job.tensors if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # actors do not wait for its kernels
+        job.synchronize()  # actors do not wait for kernels of this thread
 
         def rest_and_run() -> None:
             self._rest(cancelled)
             arguments = pool, job, backend, hooks.advance, cancelled
+            run = Run(*arguments)
             try:
-                report = Run(*arguments)()
+                report = run()
             except MemoryNotSharedError as error:
                 _LOGGER.info("GPU tensors pass through the object store from now on: %s", error)
                 pool.shares_gpu_memory = False
                 report = Run(*arguments)()
+            except torch.OutOfMemoryError:
+                if not run.has_shared:
+                    raise
+                _LOGGER.info("GPU tensors pass through the object store, because memory is short")
+                report = _run_without_sharing(*arguments)
             self.reports.append(report)
 
         if self._is_in_dispatcher:
             rest_and_run()
         else:
             self._dispatcher.wait_for(rest_and_run, cancelled)
+
+
+def _run_without_sharing(pool: ActorPool, *arguments: Any) -> RunReport:
+    """Run a job after the memory that processes share has been freed."""
+    pool.exported.clear()
+    torch.cuda.empty_cache()  # the actors close this memory before they compute
+    pool.shares_gpu_memory = False
+    try:
+        return Run(pool, *arguments)()
+    finally:
+        pool.shares_gpu_memory = True

@@ -97,10 +97,26 @@ class GpuInputs(Inputs):
             held.append(HeldTokens.packed(packed, ranges))
         return held, 0
 
+    def bring(self, sent: "Blob | SharedTensor") -> Tensor:
+        """Return a tensor on this GPU, or on one that it reads; see :meth:`Inputs.bring`.
+
+        Raises:
+            MemoryNotSharedError: The GPU memory of the other process cannot be accessed.
+        """
+        found = self.tensor(sent)
+        if found.is_cuda:
+            return found
+        place = self._empty_like(found, found.shape[2])
+        self._fill(place, found)
+        return place
+
     def clear(self) -> None:
-        """Free all copies, and close memory of other processes."""
+        """Free all copies."""
         self._whole.clear()
         self._loaded.clear()
+
+    def close(self) -> None:
+        """Close memory of other processes; the next run opens it again."""
         if "_memory" in vars(self):
             self._memory.close()
 

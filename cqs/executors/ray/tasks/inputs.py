@@ -64,8 +64,19 @@ class Inputs:
         held = [HeldTokens(zip(ranges, each, strict=True)) for each in zip(*parts, strict=True)]
         return held, sum(tensor.nbytes for part in parts for tensor in part)
 
+    def bring(self, sent: "Blob | SharedTensor") -> Tensor:
+        """Return a tensor of another process that kernels can read: on the device, or on its peer.
+
+        Args:
+            sent: The tensor, ``[batch, heads, rows, ...]``.
+        """
+        return self.tensor(sent)
+
     def clear(self) -> None:
         """Discard all copies of tokens."""
+
+    def close(self) -> None:
+        """Close memory of other processes."""
 
 
 def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | SharedTensor]]":

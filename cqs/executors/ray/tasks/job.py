@@ -85,10 +85,19 @@ class TaskCall(NamedTuple):
     """The task."""
     kept: list[Group]
     """Groups that the same actor merges."""
-    returned: list[list[Group]]
-    """Groups that other actors merge, one list for each of these actors."""
+    returned: "list[Returned]"
+    """Groups that other actors merge, one element for each of these actors."""
     bias: "Bias | None" = None
     """The blocks of the bias that the task reads, if there is one."""
+
+
+class Returned(NamedTuple):
+    """Groups whose parts an actor returns for the actor that merges them."""
+
+    groups: list[Group]
+    """The groups."""
+    stays_on_gpu: bool
+    """Whether the other actor reads the parts on the GPU of the first."""
 
 
 class Bias(NamedTuple):
@@ -188,6 +197,11 @@ class Job:
     def tensors(self) -> list[Tensor]:
         """All tensors that the run reads or writes."""
         return [tensor for side in (*self.inputs, *self.results.values()) for tensor in side]
+
+    def synchronize(self) -> None:
+        """Wait for work on these tensors that this thread has launched on GPUs."""
+        for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _groups(self, task: Task) -> list[Group]:
         return [

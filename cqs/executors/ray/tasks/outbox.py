@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.pool import ActorPool
-from cqs.executors.ray.tasks.job import Job, ResultTensor, RunSettings
+from cqs.executors.ray.tasks.job import Group, Job, ResultTensor, RunSettings
 from cqs.scheduler import Task
 from cqs.worker import Worker
 
@@ -26,7 +26,8 @@ class Outbox:
 
     If all actors are on one host, whole tensors are put: every actor reads its rows in the same
     shared memory. Otherwise each token group is put for itself, so that a host fetches only what
-    its tasks hold. GPU tensors stay where they are if all actors are on GPUs of the driver's host.
+    its tasks hold. GPU tensors stay on their GPU if all actors are on GPUs of the driver's host:
+    actors read copies of them there, and write the results beside these.
     """
 
     def __init__(self, pool: ActorPool, job: Job, number: int):
@@ -42,26 +43,58 @@ class Outbox:
         """Time in which this process put objects into the store."""
         self._stored: dict[Any, Any] = {}
         """References by side and tokens."""
-        self._shared = _share(pool, job.tensors) if pool.shares_gpu_memory else {}
-        """The tensors as memory that actors access, by id; empty if none do."""
-        self.used_by_actors = job.tensors if self._shared else []
-        """Tensors of this process that actors read and write."""
+        self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
+        """Tensors that actors access on the driver's GPU, by the id of those that they replace."""
         nodes = {info.node for info in pool.infos}
         num_bytes = sum(tensor.nbytes for side in job.inputs for tensor in side)
-        self._is_whole = bool(self._shared) or (
-            len(nodes) == 1 and num_bytes <= pool.store_bytes / 2
-        )
+        self._is_whole = len(nodes) == 1 and num_bytes <= pool.store_bytes / 2
+
+    def share(self) -> None:
+        """Copy tensors of a GPU to memory that actors access, if all are on GPUs of this host.
+
+        No earlier call may still read or write this memory.
+        """
+        job, pool = self._job, self._pool
+        if not all(info.device == "cuda" and info.node == pool.own_node for info in pool.infos):
+            return
+        try:
+            from cqs.executors.ray.tasks.device_memory import ExportedMemory
+
+            device = job.tensors[0].device
+            if device not in pool.exported:
+                pool.exported[device] = ExportedMemory(device)
+            pool.exported[device].clear()
+            places = pool.exported[device].allocate(job.tensors)
+        except (ImportError, RuntimeError) as error:  # memory is short, or has no handle
+            _LOGGER.info("GPU tensors pass through the object store: %s", error)
+            return
+        self._shared = dict(zip(map(id, job.tensors), places, strict=True))
+        for tensor in chain(*job.inputs):
+            self._shared[id(tensor)][0].copy_(tensor)
+        job.synchronize()
+        self._is_whole = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether actors write the results on the driver's GPU."""
+        return bool(self._shared)
+
+    def merged(self, group: Group) -> list[Tensor]:
+        """Return the result of a group that an actor has written on the driver's GPU."""
+        rows = slice(group.tokens.start, group.tokens.stop)
+        results = self._job.results[group.is_of_keys]
+        return [self._shared[id(tensor)][0][:, :, rows] for tensor in results]
 
     def put_settings(self, worker: Worker) -> Any:
         """Return a reference to the settings of the run."""
         results = {
             side: tuple(
-                ResultTensor(tuple(t.shape), t.dtype, self._shared.get(id(t))) for t in tensors
+                ResultTensor(tuple(t.shape), t.dtype, self._find_shared(t)) for t in tensors
             )
             for side, tensors in self._job.results.items()
         }
         seqlens = self._job.problem.query.shape[2], self._job.problem.key.shape[2]
-        keeps_inputs = bool(self._shared) or self._job.plan.num_tasks > len(self._pool.actors)
+        keeps_inputs = self.is_shared or self._job.plan.num_tasks > len(self._pool.actors)
         return self._put(
             RunSettings(self._number, self._job.of_pass, worker, results, seqlens, keeps_inputs)
         )
@@ -83,7 +116,7 @@ class Outbox:
             for tokens in groups:
                 if (side, tokens) not in self._stored:
                     rows = slice(tokens.start, tokens.stop)
-                    sent = [self._shared.get(id(t)) or Blob(t[:, :, rows]) for t in tensors]
+                    sent = [self._find_shared(t) or Blob(t[:, :, rows]) for t in tensors]
                     self._stored[side, tokens] = self._put((tokens, sent))
                 found[side].append(self._stored[side, tokens])
         return len(found[0]), [*found[0], *found[1]]
@@ -94,20 +127,11 @@ class Outbox:
         self.put_seconds += time.perf_counter() - start
         return reference
 
+    def _find_shared(self, tensor: Tensor) -> "SharedTensor | None":
+        found = self._shared.get(id(tensor))
+        return None if found is None else found[1]
+
     def clear(self) -> None:
-        """Release all objects in the store."""
+        """Release all objects in the store, and the tensors on the GPU."""
         self._stored.clear()
-
-
-def _share(pool: ActorPool, tensors: Sequence[Tensor]) -> "dict[int, SharedTensor]":
-    """Return GPU tensors as memory that all actors access, by id; none if one cannot."""
-    is_here = all(info.device == "cuda" and info.node == pool.own_node for info in pool.infos)
-    if not is_here or not all(tensor.is_cuda for tensor in tensors):
-        return {}
-    try:
-        from cqs.executors.ray.tasks.device_memory import SharedTensor
-
-        return {id(tensor): SharedTensor(tensor) for tensor in tensors}
-    except (ImportError, RuntimeError) as error:  # perhaps memory without a handle
-        _LOGGER.info("GPU tensors pass through the object store: %s", error)
-        return {}
+        self._shared.clear()

@@ -17,10 +17,12 @@ from cqs.executors.ray.pool import (
     ActorPool,
     Answer,
     Calls,
+    MemoryNotSharedError,
+    PartsLostError,
     TaskFailedError,
     WorkersFailedError,
 )
-from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, TaskCall
+from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, Returned, TaskCall
 from cqs.executors.ray.tasks.outbox import Outbox
 from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 from cqs.executors.shortage import explain_shortage
@@ -31,8 +33,8 @@ _CALLS_IN_FLIGHT = 2
 """Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
 _CALL_SECONDS = 0.05
 """Computation that a call with several tasks is to have, many times what a call costs."""
-_CLOSE_SECONDS = 1.0
-"""Longest wait at the end of a run until the actors have closed memory of this process."""
+_POLL_SECONDS = 0.1
+"""Longest wait for calls of earlier runs before the run checks for cancellation."""
 _NUMBERS = itertools.count()
 """Numbers of the runs of this process."""
 
@@ -51,6 +53,10 @@ class _Merge:
     """Tasks whose parts the owner keeps."""
     returned: dict[int, Any] = field(default_factory=dict)
     """Ray references to parts that other actors have computed, by task."""
+    lenders: dict[int, Actor] = field(default_factory=dict)
+    """Actors on whose GPU such parts have stayed, by task."""
+    num_losses: int = 0
+    """How often the owner could not read a part."""
 
     @property
     def is_ready(self) -> bool:
@@ -60,6 +66,12 @@ class _Merge:
     def has(self, index: int) -> bool:
         """Whether the part of a task exists."""
         return index in self.kept or index in self.returned
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Note that parts of other actors are lost."""
+        for index in list(indices):
+            del self.returned[index]
+            self.lenders.pop(index, None)
 
 
 @dataclass(eq=False)
@@ -93,8 +105,9 @@ class Run:
     """One run of a job: assigns its tasks and merges to actors, and again if an actor fails.
 
     A group is merged by the actor that will probably compute its last task: it then merges without
-    a message of the driver. That actor keeps its own parts; those of other actors stay in the
-    object store until the merge has succeeded.
+    a message of the driver. That actor keeps its own parts. Those of other actors stay on their
+    GPUs if the owner can read them there, and otherwise in the object store, until the merge has
+    succeeded.
     """
 
     def __init__(
@@ -120,11 +133,11 @@ class Run:
         if (terms := self._worker.terms) is not None:  # each task gets its own bias
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
-        self._calls = Calls(pool, cancelled, self._outbox.used_by_actors)
+        self.has_shared = False
+        """Whether memory of GPUs was shared among processes."""
+        self._calls = Calls(pool, cancelled)
         """Calls with _Tasks or _Merges as key; calls of ``describe`` have None."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
-        self._most_bytes = math.inf if self._outbox.used_by_actors else GROUP_BYTES
-        """Most bytes of the results of a call that merges, if the driver must read them."""
         order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
         self._todo = deque(order)
         self._places = {index: place for place, index in enumerate(order)}
@@ -165,7 +178,9 @@ class Run:
         if self._merges:
             try:
                 with self._calls:
+                    self._share()
                     self._compute()
+                    self._job.synchronize()
                 for index in sorted(self._sums):  # in the order of the tasks, whoever failed
                     sums = [blob.tensor() for blob in self._sums[index]]
                     self._job.add_sums(self._tasks[index], sums)
@@ -181,6 +196,18 @@ class Run:
             failures=tuple(self._failures),
             reruns=self._reruns,
         )
+
+    def _share(self) -> None:
+        """Share tensors on GPUs with the actors, once no call of an earlier run can access them."""
+        if all(info.device == "cpu" for info in self._pool.infos):
+            return
+        while not self._pool.await_abandoned(_POLL_SECONDS):
+            self._calls.check()
+            if time.perf_counter() - self._start > self._calls.timeout:
+                return
+        if self._pool.shares_gpu_memory and all(t.is_cuda for t in self._job.tensors):
+            self._outbox.share()
+            self.has_shared = self._outbox.is_shared
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all groups are merged.
@@ -205,7 +232,7 @@ class Run:
         return terms is not None and bool(terms.sums) and len(self._sums) < len(self._tasks)
 
     def _end(self) -> None:
-        """Let GPUs free what they keep; wait if actors access memory of this process.
+        """Let GPUs free what they keep, and after a failure also the memory that they share.
 
         Objects in the store are released, although an exception's traceback may refer to this run.
         """
@@ -216,13 +243,11 @@ class Run:
         if not self._pool.is_connected:
             return
         refs = [
-            actor.handle.forget.remote()
+            actor.handle.forget.remote(bool(self._merges or self._failures))
             for actor in self._calls.queues
             if actor.info is not None and actor.info.device != "cpu"
         ]
-        if refs and self._outbox.used_by_actors and not self._merges:
-            self._pool.ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_SECONDS)
-        self._pool.abandon(refs, self._outbox.used_by_actors)
+        self._pool.abandon(refs, must_end=True)
 
     def _feed(self) -> None:
         """Assign merges to their owners, and the next tasks to the actors with the fewest."""
@@ -281,7 +306,12 @@ class Run:
                     self._note_if_ready(merge)
                 else:
                     returned[merge.owner].append(group)
-            task, others = self._tasks[index], list(returned.values())
+            task = self._tasks[index]
+            others = [
+                Returned(groups, stays_on_gpu=self._pool.share_host(actor, owner))
+                for owner, groups in returned.items()
+            ]
+            self.has_shared |= any(each.stays_on_gpu for each in others)
             work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
@@ -307,8 +337,10 @@ class Run:
 
         While an actor has two calls with tasks, merges wait, to be sent together before a third.
         """
-        if self._todo and self._outbox.used_by_actors:
+        is_shared = self._outbox.is_shared
+        if self._todo and is_shared:
             return  # nobody reads a result before all are complete
+        most_bytes = math.inf if is_shared else GROUP_BYTES  # of results that the driver reads
         calls: dict[Actor, list[_Merges]] = {}
         for merge in list(self._ready):
             queues = self._calls.queues
@@ -318,7 +350,7 @@ class Run:
             del self._ready[merge]
             of_owner = calls.setdefault(merge.owner, [])
             size = self._job.num_bytes(merge.group)
-            if not of_owner or of_owner[-1].num_bytes + size > self._most_bytes:
+            if not of_owner or of_owner[-1].num_bytes + size > most_bytes:
                 of_owner.append(_Merges([]))
             of_owner[-1].merges.append(merge)
             of_owner[-1].num_bytes += size
@@ -359,16 +391,18 @@ class Run:
             self._reports[index] = report
             self._running.remove(index)
             returned = {
-                group: reference
-                for groups, reference in zip(call.returned, references, strict=False)
-                for group in groups
+                group: (each, reference)
+                for each, reference in zip(call.returned, references, strict=False)
+                for group in each.groups
             }
             for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
                 if merge is None or merge.has(index):
                     continue
                 if group in returned:
-                    merge.returned[index] = returned[group]
+                    each, merge.returned[index] = returned[group]
+                    if each.stays_on_gpu:
+                        merge.lenders[index] = answer.actor
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned
                     self._repeat([index])
@@ -378,9 +412,14 @@ class Run:
         """Write the results of merges, or repeat tasks whose parts were lost with their node."""
         if isinstance(answer.error, self._pool.ray.exceptions.ObjectLostError):
             for merge in work.merges:
-                self._repeat(merge.returned)
-                merge.returned.clear()
-                self._note_if_ready(merge)  # perhaps only others have lost parts
+                self._lose(merge, merge.returned)
+            return
+        if isinstance(answer.error, PartsLostError):
+            for merge in work.merges:
+                merge.num_losses += 1
+                if merge.num_losses == self._pool.retry_policy.max_attempts:
+                    raise MemoryNotSharedError(str(answer.error)) from answer.error
+                self._lose(merge, merge.lenders)
             return
         if answer.error is not None:
             raise answer.error
@@ -388,10 +427,16 @@ class Run:
         self._merge_reports.append(report)
         start = time.perf_counter()
         for merge, blobs in zip(work.merges, merged, strict=True):
-            if blobs:
-                self._job.accept(merge.group, [blob.tensor() for blob in blobs])
+            results = [blob.tensor() for blob in blobs] or self._outbox.merged(merge.group)
+            self._job.accept(merge.group, results)
             del self._merges[merge.group]
         self._get_seconds += answer.seconds + time.perf_counter() - start
+
+    def _lose(self, merge: _Merge, indices: Iterable[int]) -> None:
+        """Repeat tasks whose parts the owner of a merge could not read."""
+        self._repeat(indices)
+        merge.drop(indices)
+        self._note_if_ready(merge)  # perhaps only others have lost parts
 
     def _replace(self, answer: Answer) -> None:
         """Reassign what a failed actor had to do or had kept, and start a replacement.
@@ -413,6 +458,12 @@ class Run:
                 merge.kept.clear()
                 self._ready.pop(merge, None)
                 self._note_if_ready(merge)
+            if merge in self._ready or not merge.is_ready:  # its owner does not merge it now
+                gone = [i for i, lender in merge.lenders.items() if lender is answer.actor]
+                if gone:
+                    lost += gone
+                    merge.drop(gone)
+                    self._ready.pop(merge, None)
         pid, node = (None, None) if answer.info is None else answer.info[:2]
         self._failures.append(WorkerFailure(pid, node, time.time(), self._repeat(lost)))
         most = self._pool.retry_policy.max_attempts

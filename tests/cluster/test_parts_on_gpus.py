@@ -1,0 +1,137 @@
+"""Parts that stay where they were computed, read there by the actor that merges: any moment of
+failure leaves the result unchanged. Actors on the CPU exchange them through files."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import cqs
+from benchmarks.cases import Case
+from cqs.executors.ray.actor import TaskActor
+
+pytestmark = pytest.mark.ray
+
+PROBLEM = Case("parts", 3000, 3000, num_heads=8, num_kv_heads=4, head_dim=64, is_causal=True)
+
+
+def like_gpus(folder, monkeypatch, *, num_workers=3, readable=True, is_short=False):
+    """A cluster whose actors leave parts in files, which are lost if their actor has failed.
+
+    Args:
+        folder: Where the files are.
+        readable: Whether other actors can read the files.
+        is_short: Whether an actor with such files has too little memory for the next task.
+    """
+
+    class Part:
+        def __init__(self, tensor, number):
+            self.pid, self.path = os.getpid(), folder / f"{os.getpid()}-{number}"
+            torch.save(tensor, self.path)
+
+    class Keeping(TaskActor):
+        num_parts = 0
+
+        def _make_inputs(self):
+            from cqs.executors.ray.pool import MemoryNotSharedError
+            from cqs.executors.ray.tasks.inputs import Inputs
+
+            class FileInputs(Inputs):
+                def tensor(self, sent):
+                    if not isinstance(sent, Part):
+                        return super().tensor(sent)
+                    if not readable or not os.path.exists(f"/proc/{sent.pid}/fd/0"):
+                        raise MemoryNotSharedError("the part cannot be read")
+                    return torch.load(sent.path)
+
+            return FileInputs()
+
+        def _export(self, tensors):
+            first, self.num_parts = self.num_parts, self.num_parts + len(tensors)
+            return [Part(each, first + i) for i, each in enumerate(tensors)]
+
+        def _load(self, *arguments):
+            from cqs.executors.ray import actor
+
+            if is_short and self.num_parts:
+                self.num_parts = 0
+                actor.memory_of = lambda device: 2**30
+                self._backend = "sdpa"
+                raise torch.OutOfMemoryError("as if out of memory")
+            super()._load(*arguments)
+
+    class KeepingCluster(cqs.Cluster):
+        actor_class = Keeping
+
+    cluster = KeepingCluster(num_workers=num_workers, use_gpus=False)
+    pool = cluster._pool
+    monkeypatch.setattr(pool, "share_host", lambda one, other: pool.shares_gpu_memory)
+    return cluster
+
+
+def both_passes(cluster, tensors, num_tasks=13):
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = cluster.attention(*leaves, is_causal=True, num_tasks=num_tasks)
+    return output.detach(), *torch.autograd.grad(output, leaves, tensors[0])
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    problem = PROBLEM.make()
+    return problem.query, problem.key, problem.value
+
+
+@pytest.fixture(scope="module")
+def expected(cluster, tensors):
+    return both_passes(cluster, tensors)
+
+
+def test_no_bit_changes(ray_session, tmp_path, monkeypatch, tensors, expected):
+    with like_gpus(tmp_path, monkeypatch) as cluster:
+        assert all(map(torch.equal, both_passes(cluster, tensors), expected))
+        assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_parts_of_a_failed_actor_are_computed_again(
+    ray_session, tmp_path, monkeypatch, tensors, expected, num_workers
+):
+    choose = random.Random(num_workers)
+    with like_gpus(tmp_path, monkeypatch, num_workers=num_workers) as cluster:
+        both_passes(cluster, tensors)
+        start = time.monotonic()
+        both_passes(cluster, tensors)
+        seconds = time.monotonic() - start
+        for _ in range(8):
+            victim, moment = choose.choice(cluster.pids), choose.uniform(0, seconds)
+            timer = threading.Timer(moment, os.kill, (victim, signal.SIGKILL))
+            timer.start()
+            found = both_passes(cluster, tensors)
+            timer.join()
+            assert all(map(torch.equal, found, expected)), moment
+            cluster.attention(*tensors, num_tasks=num_workers)  # waits for the replacement
+        assert cluster._pool.shares_gpu_memory
+
+
+def test_parts_that_nobody_can_read_pass_through_the_store(
+    ray_session, tmp_path, monkeypatch, tensors, expected
+):
+    with like_gpus(tmp_path, monkeypatch, readable=False) as cluster:
+        assert all(map(torch.equal, both_passes(cluster, tensors), expected))
+        assert not cluster._pool.shares_gpu_memory
+        number = len(list(tmp_path.iterdir()))
+        assert all(map(torch.equal, both_passes(cluster, tensors), expected))
+        assert len(list(tmp_path.iterdir())) == number > 0
+
+
+def test_a_run_without_memory_for_parts_is_repeated_without_them(
+    ray_session, tmp_path, monkeypatch, tensors, expected
+):
+    with like_gpus(tmp_path, monkeypatch, is_short=True) as cluster:
+        assert all(map(torch.equal, both_passes(cluster, tensors), expected))
+        assert any(tmp_path.iterdir())
+        assert cluster._pool.shares_gpu_memory, "the next run tries again"
