@@ -100,7 +100,8 @@ class Section:
         axes.set(xlim=(0.9, 1.2 * rows[-1].num_tasks), xlabel="tasks", ylabel=self.label)
         axes.grid(color="gray", alpha=0.3)
         for name, color, line in zip(self.lines, OKABE_ITO, _LINES, strict=False):
-            if points := _points(rows, name):
+            points = [point for point in _points(rows, name) if point[1] > 0]
+            if points:  # the axis is logarithmic
                 axes.plot(*zip(*points, strict=True), line, color=color, ms=5, label=name)
                 if name in _REFERENCES:
                     axes.lines[-1].set(color="gray", linewidth=1, marker="", linestyle="-")

@@ -42,13 +42,12 @@ def test_no_failure_changes_a_bit():
                 found = both_passes(cluster, tensors, num_tasks)
                 seconds = time.monotonic() - start
                 assert all(map(torch.equal, found, expected))
-            for _ in range(3):
-                victim, moment = choose.choice(cluster.pids), choose.uniform(0, seconds)
-                timer = threading.Timer(moment, os.kill, (victim, signal.SIGKILL))
-                timer.start()
-                found = both_passes(cluster, tensors, num_tasks)
-                timer.join()
-                assert all(map(torch.equal, found, expected)), (num_tasks, moment)
-                while len(cluster.pids) < num_gpus:
-                    cluster.attention(*(tensor[:, :, :64] for tensor in tensors))
+            victim, moment = choose.choice(cluster.pids), choose.uniform(0, seconds)
+            timer = threading.Timer(moment, os.kill, (victim, signal.SIGKILL))
+            timer.start()
+            found = both_passes(cluster, tensors, num_tasks)
+            timer.join()
+            assert all(map(torch.equal, found, expected)), (num_tasks, moment)
+            while len(cluster.pids) < num_gpus:
+                cluster.attention(*(tensor[:, :, :64] for tensor in tensors))
         assert cluster._pool.shares_gpu_memory

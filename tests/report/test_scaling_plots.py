@@ -1,5 +1,7 @@
 """Pictures of rows show what the rows say."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import pytest
 from scaling_rows import MANY, make_rows
@@ -74,3 +76,10 @@ def test_what_no_row_has_is_neither_drawn_nor_tabulated():
     assert set(lines_of(sections.TIMES.plot(backward))) == {"slowest", "mean", "merge"}
     assert sections.MEMORY.table(backward)[0] == ["W", "measured MiB", "share of one task"]
     assert sections.TIMES.table(backward)[0] == ["W", "slowest", "mean", "slowest / mean", "merge"]
+
+
+def test_times_of_zero_have_no_place_on_a_logarithmic_axis():
+    rows = [replace(row, merge_ms=0.0) if row.num_tasks == 4 else row for row in ROWS]
+    _, axes = plt.subplots()
+    sections.TIMES.plot(rows, axes)
+    assert set(lines_of(axes)["merge"]) == {row.num_tasks for row in ROWS} - {4}
