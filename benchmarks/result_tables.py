@@ -675,21 +675,42 @@ def sharded() -> str:
 
 
 def ray_on_gpus() -> str:
-    """Seconds of runs on Ray actors with two GPUs, and their time relative to one process."""
-    rows, case = rows_of("ray-h200-x2"), "full-131072-h16-d128"
+    """Milliseconds of runs on Ray actors with GPUs, and their time relative to one process."""
     passes = {
-        "tensors of the host, forward": ("ray", f"{case}-host"),
-        "tensors of a GPU, forward": ("ray", f"{case}-gpu"),
-        "tensors of a GPU, forward and backward": ("ray both", f"{case}-gpu"),
+        "host, non-causal, forward": ("ray", "full", "host"),
+        "GPU, non-causal, forward": ("ray", "full", "gpu"),
+        "GPU, non-causal, both": ("ray both", "full", "gpu"),
+        "GPU, causal, forward": ("ray", "causal", "gpu"),
+        "GPU, causal, both": ("ray both", "causal", "gpu"),
     }
-    numbers = sorted({row["num_tasks"] for row in rows if row["benchmark"] == "ray"})
+    others = (7, 13, 31)
     table = []
-    for label, (benchmark, name) in passes.items():
-        cells = [
-            find_row(rows, benchmark=benchmark, case=name, num_tasks=number) for number in numbers
-        ]
-        table.append([label, *(f"{row['median_ms']:.0f} ({row['ratio']:.2f})" for row in cells)])
-    return to_markdown(["", *(f"W = {number}" for number in numbers)], table)
+    for num_actors in (2, 4):
+        rows = rows_of(f"ray-h200-x{num_actors}")
+        for label, (benchmark, mask, place) in passes.items():
+            case = f"{mask}-131072-h16-d128-{place}"
+            if found := find_rows(rows, benchmark=benchmark, case=case):
+                cells = [find_row(found, num_tasks=number) for number in (num_actors, *others)]
+                times = (f"{row['median_ms']:.0f} ({row['ratio']:.2f})" for row in cells)
+                table.append([num_actors, label, *times])
+    header = ["actors", "tensors, mask, passes", "W = actors", *(f"W = {n}" for n in others)]
+    return to_markdown(header, table, num_labels=2)
+
+
+def report_of_actors() -> str:
+    """Time and memory for each number of tasks on four Ray actors."""
+    found = rows_of("report-h200-ray-x4")
+    table = []
+    for number in sorted({row["num_tasks"] for row in found}):
+        cells: list[object] = [number]
+        for name in ("forward", "backward"):
+            row = find_row(found, benchmark=f"scaling {name}", num_tasks=number)
+            share = f"{100 * row['peak_bytes'] / row['one_bytes']:.0f} %"
+            cells += [f"{row['median_ms']:.1f}", f"{1 / row['ratio']:.2f}", share]
+        table.append(cells)
+    columns = "ms", "times as fast as one call", "memory"
+    header = ["W", *(f"{name}: {each}" for name in ("forward", "backward") for each in columns)]
+    return to_markdown(header, table)
 
 
 def packed() -> str:
@@ -871,6 +892,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),
     "ray-gpus": ray_on_gpus,
+    "ray-report": report_of_actors,
     "sharded": sharded,
     "recovery": recovery,
     "judged": judged,
