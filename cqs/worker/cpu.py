@@ -2,7 +2,6 @@
 
 from math import isfinite
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,12 +82,11 @@ class _Cpu(CallBackend):
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair."""
-        all_of = np.logical_and.reduce
         # Most calls are sound. A sum is not finite if an element is not. A row without a live pair
-        # is not finite, or has LSE 0. NumPy's functions take less time than operators do, and their
-        # reductions less than the methods of arrays.
-        lse = found.lse.detach().numpy()
-        has_lse = all_of(np.isfinite(lse), axis=None) and all_of(lse, axis=None)
+        # is not finite, or has LSE 0.
+        has_lse = (
+            isfinite(found.lse.sum().item()) and int(found.lse.count_nonzero()) == found.lse.numel()
+        )
         if has_lse and isfinite(found.output.sum().item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)

@@ -70,6 +70,17 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     assert used == [True, False]
 
 
+def test_memory_that_was_made_in_inference_mode_serves_other_calls(gpu_cluster):
+    problem = CASE.make()
+    tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]
+    gpu_cluster._pool.exported.clear()
+    with torch.inference_mode():
+        first = gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
+    second = gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
+    assert torch.equal(first, second)
+    assert list(gpu_cluster._pool.exported) == [tensors[0].device]
+
+
 def test_memory_of_a_call_is_freed(gpu_cluster):
     problem = CASE.make()
     tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]

@@ -46,7 +46,8 @@ class _Allocation:
     """Memory that this process has exported."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # later runs may write outside of this mode
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.used = 0
         """Bytes in use, from the beginning."""
         with torch.cuda.device(device):

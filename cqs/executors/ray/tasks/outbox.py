@@ -54,24 +54,24 @@ class Outbox:
 
         No earlier call may still read or write this memory.
         """
-        job, pool = self._job, self._pool
+        pool, tensors = self._pool, {id(tensor): tensor for tensor in self._job.tensors}
         if not all(info.device == "cuda" and info.node == pool.own_node for info in pool.infos):
             return
         try:
             from cqs.executors.ray.tasks.device_memory import ExportedMemory
 
-            device = job.tensors[0].device
+            device = self._job.problem.query.device
             if device not in pool.exported:
                 pool.exported[device] = ExportedMemory(device)
             pool.exported[device].clear()
-            places = pool.exported[device].allocate(job.tensors)
+            places = pool.exported[device].allocate(list(tensors.values()))
         except (ImportError, RuntimeError) as error:  # memory is short, or has no handle
             _LOGGER.info("GPU tensors pass through the object store: %s", error)
             return
-        self._shared = dict(zip(map(id, job.tensors), places, strict=True))
-        for tensor in chain(*job.inputs):
+        self._shared = dict(zip(tensors, places, strict=True))
+        for tensor in chain(*self._job.inputs):
             self._shared[id(tensor)][0].copy_(tensor)
-        job.synchronize()
+        self._job.synchronize()
         self._is_whole = True
 
     @property
