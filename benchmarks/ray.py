@@ -1,11 +1,8 @@
 """Tasks on Ray actors: the parts of a run, and its time relative to one process."""
 
 import argparse
-import os
 import random
-import signal
 import statistics
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +14,7 @@ from torch import Tensor
 import cqs
 from benchmarks.cases import Case
 from benchmarks.errors import verify_close, verify_output
+from benchmarks.kills import killing
 from benchmarks.options import add_common
 from benchmarks.publish import publish
 from benchmarks.timing import time_by_wall_clock, track
@@ -179,12 +177,9 @@ def _measure_failures(
     num_workers = len(cluster.pids)
     while len(found) < repeats:
         victim = draw.choice(cluster.pids)
-        timer = threading.Timer(draw.uniform(0, undisturbed), os.kill, [victim, signal.SIGKILL])
-        timer.start()
-        seconds, output = time_by_wall_clock(attend)
-        was_killed = not timer.is_alive() and victim not in cluster.pids
-        timer.cancel()
-        timer.join()
+        with killing([victim], draw.uniform(0, undisturbed)):
+            seconds, output = time_by_wall_clock(attend)
+            was_killed = victim not in cluster.pids
         if not torch.equal(output, expected):
             raise VerificationError("the result is not bitwise identical after a worker was killed")
         if was_killed:

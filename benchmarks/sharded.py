@@ -3,12 +3,9 @@
 import argparse
 import os
 import random
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,6 +16,7 @@ from torch import Tensor
 
 import cqs
 from benchmarks.errors import verify_answer
+from benchmarks.kills import kill, killing
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import publish
 from benchmarks.timing import progress_bar, track
@@ -211,7 +209,7 @@ def _time_failures(
                 cluster, shards, _PlannedKill(victims, moment, draw.randrange(_NUM_LAYERS))
             )
         else:
-            with _running(threading.Timer(draw.uniform(0, undisturbed), _kill, [victims])):
+            with killing(victims, draw.uniform(0, undisturbed)):
                 done = run(cluster, shards)
         if not torch.equal(done.answer, expected):
             raise VerificationError(
@@ -244,16 +242,6 @@ class _Run(NamedTuple):
     pids: Sequence[int]
     """Processes of the actors at the end."""
     answer: Tensor
-
-
-@contextmanager
-def _running(timer: threading.Timer) -> Iterator[None]:
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def _run_in_one_call(
@@ -309,14 +297,9 @@ def _make_fatal(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
             method(*arguments, **options)
         if part != "exchange" and torch.cuda.is_available():
             torch.cuda.synchronize()  # all earlier work has finished
-        _kill([os.getpid()])
+        kill([os.getpid()])
 
     return fail
-
-
-def _kill(victims: Sequence[int]) -> None:
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
 
 
 def _row(

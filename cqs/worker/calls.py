@@ -4,17 +4,19 @@ A dense view or a causal square is one call. Any other view is cut into such cal
 a few queries and the keys that they attend to, with a mask. Calls of one shape at equal distances
 are joined into one batched call, such as the strips of a window or the residues of a stride. The
 batched call reads overlapping or interleaved views of the tensors, without copies. Where calls take
-longer than the pairs that they leave out, all of a block row is one call with a mask.
+longer than the pairs that they leave out, a block row is one call with a mask, or a few.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, product
+from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
@@ -38,7 +40,10 @@ w     32    64    128   256   512
 ====  ====  ====  ====  ====  ====
 """
 _AREA = 2**20
-"""Most pairs of a call on a dense view if calls are not joined: the backend stores their scores."""
+"""Most pairs of a call with a mask, and on a dense view if calls are not joined: the backend stores
+their scores."""
+_MASKED_AREA = 2**24
+"""Most pairs of all calls of a block row that have masks instead of leaving pairs out."""
 _SCORES = 2**22
 """Most scores that the reference stores at a time when it computes rows again."""
 _LEAST_SQUARE = 64
@@ -154,7 +159,7 @@ def make_calls(work: Work, *, joins_calls: bool) -> list[list[tuple[Call, bool]]
     for block_row in work.block_rows:
         if joins_calls:
             calls = list(_join(call for view in block_row.views for call in _cut(view)))
-            calls = _as_one(block_row, calls)
+            calls = _with_masks(block_row, calls)
         else:
             calls = [call for view in block_row.views for call in _strips(view)]
         has_result = np.zeros(len(block_row.queries), dtype=bool)
@@ -168,23 +173,32 @@ def make_calls(work: Work, *, joins_calls: bool) -> list[list[tuple[Call, bool]]
     return found
 
 
-def _as_one(block_row: BlockRow, calls: list[Call]) -> list[Call]:
-    """Return one call with a mask for all of a block row if it is faster, else the calls."""
+def _with_masks(block_row: BlockRow, calls: list[Call]) -> list[Call]:
+    """Return calls with a mask for all of a block row if they are faster, else the calls."""
     views, queries = block_row.views, block_row.queries
     if len(calls) == 1 and calls[0].number == 1:
         return calls
     keys = range(min(v.keys.start for v in views), max(v.keys[-1] for v in views) + 1)
     area = len(queries) * len(keys)
     of_row = _PAIRS_OF_A_ROW if len(calls) > 1 else 0
-    if area > min(_AREA, sum(_cost(call, of_row) for call in calls)):
+    if area > min(_MASKED_AREA, sum(_cost(call, of_row) for call in calls)):
         return calls
     mask = np.zeros((len(queries), len(keys)), dtype=bool)
     for view in views:
         at = view.moved(-queries.start, -keys.start)
         rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
         mask[rows, columns] |= view.to_mask()
-    view = View(queries, keys, bits=np.packbits(mask, axis=-1))
-    return [Call(view, mask=KeptMask(torch.from_numpy(mask)))]
+    if area <= _AREA:
+        return [_masked_call(queries, keys, mask)._replace(mask=KeptMask(torch.from_numpy(mask)))]
+    height = max(_AREA // len(keys), 1)
+    return [
+        _masked_call(queries[first : first + height], keys, mask[first : first + height])
+        for first in range(0, len(queries), height)
+    ]
+
+
+def _masked_call(queries: range, keys: range, mask: NDArray[np.bool_]) -> Call:
+    return Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))
 
 
 def _cost(call: Call, of_row: float) -> float:
@@ -394,11 +408,20 @@ def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
 
 
 def _strips(view: View) -> Iterator[Call]:
-    """Cut a view into calls of ``_STRIP`` queries, or of about ``_AREA`` pairs if dense."""
+    """Cut a view into calls of ``_STRIP`` queries, or of about ``_AREA`` pairs if dense.
+
+    If keys have gaps, calls are seldom of one shape, and r more queries add r / gap keys to each.
+    Calls of the square root of ``_PAIRS_OF_A_CALL`` times the gap then take the least time.
+    """
     if view.bits is not None:
         yield Call(view)
         return
-    number = max(_AREA // len(view.keys), _STRIP) if view.is_full else _STRIP
+    gap, most = view.keys.step // view.queries.step, _AREA // len(view.keys)
+    number = _STRIP
+    if view.is_full:
+        number = max(most, _STRIP)
+    elif gap > 1:
+        number = max(min(isqrt(_PAIRS_OF_A_CALL * gap), most) // gap * gap, _STRIP)
     for first in range(0, len(view.queries), number):
         queries = view.queries[first : first + number]
         keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)

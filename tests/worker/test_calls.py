@@ -34,11 +34,18 @@ def make_calls(view, joins_calls):
     return [call for call, _ in found]
 
 
+def make_whole_work(tokens, pattern):
+    (task,) = make_plan(tokens, tokens, num_tasks=1, pattern=pattern).tasks
+    every = (range(tokens),)
+    return make_work(task.steps, pattern.bind(tokens, tokens), every, every)
+
+
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
     monkeypatch.setattr(calls, "_LEAST_SQUARE", 2)
     monkeypatch.setattr(calls, "_STRIP", 3)
     monkeypatch.setattr(calls, "_AREA", 20)
+    monkeypatch.setattr(calls, "_MASKED_AREA", 20)
     generator = random.Random(0)
     kinds = set()
     for _ in range(4000):
@@ -85,6 +92,23 @@ def test_a_window_is_few_calls():
     assert len(found) < 25
 
 
+@pytest.mark.parametrize(("tokens", "pattern"), [(2048, strided(128)), (1900, strided(128))])
+def test_a_sequence_of_thousands_of_tokens_is_a_few_masked_calls(tokens, pattern):
+    (found,) = calls.make_calls(make_whole_work(tokens, pattern), joins_calls=True)
+    mask = np.zeros((tokens, tokens), bool)
+    for call, is_first in found:
+        assert is_first and call.number == 1 and call.view.bits is not None
+        assert len(call.view.queries) * len(call.view.keys) <= 2**20
+        mask[np.ix_(call.view.queries, call.view.keys)] = call.view.to_mask()
+    assert np.array_equal(mask, pattern.to_mask(tokens))
+    assert len(found) == -(-tokens // (2**20 // tokens))
+
+
+def test_keys_with_gaps_are_few_calls():
+    (found,) = calls.make_calls(make_whole_work(8192, fixed(128, 8)), joins_calls=True)
+    assert len(found) < 100
+
+
 @pytest.mark.parametrize("high", [FAR, 0, 9])
 def test_calls_on_their_own_are_small(high):
     view = View(range(5000), range(5000), -FAR, high)
@@ -107,10 +131,7 @@ def test_calls_on_their_own_are_small(high):
     ids=str,
 )
 def test_short_patterns_are_one_masked_call_where_it_is_faster(tokens, pattern, number):
-    (task,) = make_plan(tokens, tokens, num_tasks=1, pattern=pattern).tasks
-    every = (range(tokens),)
-    work = make_work(task.steps, pattern.bind(tokens, tokens), every, every)
-    (found,) = calls.make_calls(work, joins_calls=True)
+    (found,) = calls.make_calls(make_whole_work(tokens, pattern), joins_calls=True)
     assert len(found) >= number
     if number == 1:
         ((call, _),) = found

@@ -42,7 +42,7 @@ class Outbox:
         self.put_seconds = 0.0
         """Time in which this process put objects into the store."""
         self._stored: dict[Any, Any] = {}
-        """References by side and tokens."""
+        """What was sent, by side and tokens."""
         self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
         """Tensors that actors access on the driver's GPU, by the id of those that they replace."""
         nodes = {info.node for info in pool.infos}
@@ -86,7 +86,10 @@ class Outbox:
         return [self._shared[id(tensor)][0][:, :, rows] for tensor in results]
 
     def put_settings(self, worker: Worker) -> Any:
-        """Return a reference to the settings of the run."""
+        """Return the settings of the run, or a reference to them if they may be large.
+
+        Ray sends small values with a call, which takes less time than its object store.
+        """
         results = {
             side: tuple(
                 ResultTensor(tuple(t.shape), t.dtype, self._find_shared(t)) for t in tensors
@@ -95,16 +98,17 @@ class Outbox:
         }
         seqlens = self._job.problem.query.shape[2], self._job.problem.key.shape[2]
         keeps_inputs = self.is_shared or self._job.plan.num_tasks > len(self._pool.actors)
-        return self._put(
-            RunSettings(self._number, self._job.of_pass, worker, results, seqlens, keeps_inputs)
+        settings = RunSettings(
+            self._number, self._job.of_pass, worker, results, seqlens, keeps_inputs
         )
+        is_small = worker.pattern is worker.terms is None
+        return settings if is_small else self._put(settings)
 
     def put(self, tasks: Sequence[Task]) -> tuple[int, list[Any]]:
-        """Return references to the tensors that hold the tokens of some tasks.
+        """Return the tensors that hold the tokens of some tasks, or references to them.
 
         Returns:
-            The number of references to tensors of queries, and the references: those of queries,
-            then those of keys.
+            The number of elements with tensors of queries, and these, then those of keys.
         """
         found: tuple[list[Any], list[Any]] = ([], [])
         for side, tensors in enumerate(self._job.inputs):
@@ -116,8 +120,11 @@ class Outbox:
             for tokens in groups:
                 if (side, tokens) not in self._stored:
                     rows = slice(tokens.start, tokens.stop)
-                    sent = [self._find_shared(t) or Blob(t[:, :, rows]) for t in tensors]
-                    self._stored[side, tokens] = self._put((tokens, sent))
+                    if self.is_shared:
+                        sent = tokens, [self._find_shared(tensor) for tensor in tensors]
+                    else:
+                        sent = self._put((tokens, [Blob(tensor[:, :, rows]) for tensor in tensors]))
+                    self._stored[side, tokens] = sent
                 found[side].append(self._stored[side, tokens])
         return len(found[0]), [*found[0], *found[1]]
 
