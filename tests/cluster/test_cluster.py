@@ -151,12 +151,12 @@ def test_each_token_is_put_once(cluster, ray_session, monkeypatch, fits_the_stor
     monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
     problem = CASES[0].make()
     expected = cluster.attention(*tensors(problem), num_tasks=7)
-    assert len(puts) == 3, "queries, keys with values, the settings"
+    assert len(puts) == 2, "queries, keys with values"
     if not fits_the_store:
         puts.clear()
         monkeypatch.setattr(cluster._pool, "store_bytes", 0)
         assert torch.equal(cluster.attention(*tensors(problem), num_tasks=7), expected)
-        assert len(puts) == 15, "seven groups of queries, seven of keys and values, the settings"
+        assert len(puts) == 14, "seven groups of queries, seven of keys and values"
 
 
 def test_inputs_are_never_written_to(cluster):

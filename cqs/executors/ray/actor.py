@@ -293,6 +293,8 @@ class TaskActor(ShardActor):
                 raise
         self._is_short = True
         self._inputs.clear()
+        if self._exported is not None and not self._exported.is_used:
+            self._exported = None
         self._kept = {key: _on_host(parts) for key, parts in self._kept.items()}
         torch.cuda.empty_cache()
         return compute()

@@ -100,8 +100,10 @@ class ActorPool:
         """Memory of this process that actors access, by GPU."""
         self._connection = find_connection()
         self._room: Any = None
-        self._abandoned: dict[Any, bool] = {}
-        """References to unfinished results that are not needed, and whether runs wait for them."""
+        self.nodes: set[str] = set()
+        """Ids of the nodes on which actors have run."""
+        self._abandoned: dict[Any, Actor | None] = {}
+        """References to unfinished results that are not needed, and actors that must end them."""
 
     def start(
         self,
@@ -214,7 +216,7 @@ class ActorPool:
             self.ray.kill(actor.handle, no_restart=True)
         actor.handle = actor.info = None  # a handle keeps a connection of Ray open
 
-    def abandon(self, refs: Iterable[Any], *, must_end: bool = False) -> None:
+    def abandon(self, refs: Iterable[Any], must_end: Actor | None = None) -> None:
         """Discard results that are no longer needed.
 
         Ray prints the error of a result that was never read. The pool therefore keeps unfinished
@@ -222,29 +224,30 @@ class ActorPool:
 
         Args:
             refs: References to the results.
-            must_end: Whether their computation must end before memory is shared again.
+            must_end: The actor, if it must end their computation before memory is shared again.
         """
         self._abandoned.update(dict.fromkeys(refs, must_end))
         if self._abandoned and self.is_connected:
             self._read_abandoned(list(self._abandoned), 0)
 
-    def await_abandoned(self, timeout: float) -> bool:
-        """Wait for computations that must end; return whether all have ended.
+    def await_abandoned(self, timeout: float) -> dict[Any, Actor]:
+        """Wait for computations that must end.
 
         Args:
             timeout: Longest wait in seconds.
-        """
-        refs = [ref for ref, must_end in self._abandoned.items() if must_end]
-        return not refs or self._read_abandoned(refs, timeout) == len(refs)
 
-    def _read_abandoned(self, refs: list[Any], timeout: float) -> int:
-        """Read what is finished after a time at most; return the number of finished results."""
-        ready, _ = self.ray.wait(refs, num_returns=len(refs), timeout=timeout)
-        for ref in ready:
+        Returns:
+            References to those that have not ended, and their actors.
+        """
+        if refs := [ref for ref, actor in self._abandoned.items() if actor is not None]:
+            self._read_abandoned(refs, timeout)
+        return {ref: actor for ref, actor in self._abandoned.items() if actor is not None}
+
+    def _read_abandoned(self, refs: list[Any], timeout: float) -> None:
+        for ref in self.ray.wait(refs, num_returns=len(refs), timeout=timeout)[0]:
             del self._abandoned[ref]
             with suppress(Exception):
                 self.ray.get(ref)
-        return len(ready)
 
     def close(self) -> None:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
@@ -254,6 +257,8 @@ class ActorPool:
                 self.remove(actor)
             if self._room is not None:
                 self.ray.util.remove_placement_group(self._room)
+            if self.exported:  # actors may write to it until they have ended
+                self.await_abandoned(_RELEASE_SECONDS)
         self.exported.clear()
 
 
@@ -305,9 +310,9 @@ class Calls:
 
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
-            calls = [call for queue in self.queues.values() for call in queue.items()]
-            self._pool.abandon((ref for ref, key in calls if key is not None), must_end=True)
-            self._pool.abandon(ref for ref, key in calls if key is None)
+            for actor, queue in self.queues.items():
+                self._pool.abandon([ref for ref, key in queue.items() if key is not None], actor)
+                self._pool.abandon(ref for ref, key in queue.items() if key is None)
         self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
         for queue in self.queues.values():
             queue.clear()
@@ -408,6 +413,7 @@ class Calls:
             )
         elif isinstance(value, ActorInfo):
             actor.info = value
+            self._pool.nodes.add(value.node)
         return Answer(actor, [key], value, raised, seconds=time.perf_counter() - start)
 
     def fail(self, actor: Actor, failure: Exception) -> Answer:
@@ -417,5 +423,5 @@ class Calls:
             del self._actors[ref]
         info = actor.info
         self._pool.remove(actor)
-        self._pool.abandon(queue, must_end=True)
+        self._pool.abandon(queue, actor)
         return Answer(actor, list(queue.values()), failure=failure, info=info)

@@ -83,6 +83,17 @@ class ExportedMemory:
         for allocation in self._allocations:
             allocation.used = 0
 
+    def clear_for(self, like: Sequence[Tensor]) -> bool:
+        """Let new tensors overwrite all earlier ones; return whether these fit into the memory."""
+        self.clear()
+        size = sum(map(_size_of, like))
+        return any(allocation.has_room(size) for allocation in self._allocations)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has tensors."""
+        return any(allocation.used for allocation in self._allocations)
+
     def allocate(self, like: Sequence[Tensor]) -> list[tuple[Tensor, SharedTensor]]:
         """Return contiguous tensors of the same shapes and dtypes, and where they are.
 
@@ -90,7 +101,7 @@ class ExportedMemory:
             torch.OutOfMemoryError: The GPU has too little memory.
             RuntimeError: The memory has no IPC handle, as with PyTorch's expandable segments.
         """
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+        sizes = list(map(_size_of, like))
         allocation = self._find_room(sum(sizes))
         before, found = allocation.memory.data_ptr() - allocation.base, []
         for tensor, size in zip(like, sizes, strict=True):
@@ -163,6 +174,10 @@ class OpenedMemory:
             for address in self._addresses.values():
                 driver.cuIpcCloseMemHandle(address)  # fails if the other process has exited
         self._addresses.clear()
+
+
+def _size_of(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _name_of(device: torch.device) -> str:

@@ -3,14 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.ray.dispatcher import Dispatcher
-from cqs.executors.ray.pool import ActorPool, MemoryNotSharedError
+from cqs.executors.ray.pool import MemoryNotSharedError
 from cqs.executors.ray.tasks.job import Job
 from cqs.executors.ray.tasks.report import RunReport
 from cqs.executors.ray.tasks.run import Run
@@ -86,32 +85,31 @@ class TaskExecutor:
         def rest_and_run() -> None:
             self._rest(cancelled)
             arguments = pool, job, backend, hooks.advance, cancelled
-            run = Run(*arguments)
+            run, progress = Run(*arguments), hooks.progress
+            done = 0 if progress is None else progress.done
+
+            def run_without_sharing() -> RunReport:
+                pool.shares_gpu_memory = False
+                if progress is not None:
+                    progress.move(done)
+                return Run(*arguments)()
+
             try:
                 report = run()
             except MemoryNotSharedError as error:
                 _LOGGER.info("GPU tensors pass through the object store from now on: %s", error)
-                pool.shares_gpu_memory = False
-                report = Run(*arguments)()
+                report = run_without_sharing()
             except torch.OutOfMemoryError:
-                if not run.has_shared:
+                if not (run.has_short_actor and (run.has_shared or pool.exported)):
                     raise
                 _LOGGER.info("GPU tensors pass through the object store, because memory is short")
-                report = _run_without_sharing(*arguments)
+                try:
+                    report = run_without_sharing()
+                finally:
+                    pool.shares_gpu_memory = True
             self.reports.append(report)
 
         if self._is_in_dispatcher:
             rest_and_run()
         else:
             self._dispatcher.wait_for(rest_and_run, cancelled)
-
-
-def _run_without_sharing(pool: ActorPool, *arguments: Any) -> RunReport:
-    """Run a job after the memory that processes share has been freed."""
-    pool.exported.clear()
-    torch.cuda.empty_cache()  # the actors close this memory before they compute
-    pool.shares_gpu_memory = False
-    try:
-        return Run(pool, *arguments)()
-    finally:
-        pool.shares_gpu_memory = True

@@ -45,6 +45,8 @@ class Outbox:
         """What was sent, by side and tokens."""
         self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
         """Tensors that actors access on the driver's GPU, by the id of those that they replace."""
+        self.has_replaced = False
+        """Whether actors have memory open that has become too small."""
         nodes = {info.node for info in pool.infos}
         num_bytes = sum(tensor.nbytes for side in job.inputs for tensor in side)
         self._is_whole = len(nodes) == 1 and num_bytes <= pool.store_bytes / 2
@@ -55,16 +57,18 @@ class Outbox:
         No earlier call may still read or write this memory.
         """
         pool, tensors = self._pool, {id(tensor): tensor for tensor in self._job.tensors}
-        if not all(info.device == "cuda" and info.node == pool.own_node for info in pool.infos):
+        is_here = pool.nodes == {pool.own_node}
+        if not is_here or any(info.device == "cpu" for info in pool.infos):
             return
         try:
             from cqs.executors.ray.tasks.device_memory import ExportedMemory
 
             device = self._job.problem.query.device
-            if device not in pool.exported:
-                pool.exported[device] = ExportedMemory(device)
-            pool.exported[device].clear()
-            places = pool.exported[device].allocate(list(tensors.values()))
+            memory = pool.exported.get(device)
+            if memory is None or not memory.clear_for(list(tensors.values())):
+                self.has_replaced = pool.exported.pop(device, None) is not None
+                memory = pool.exported[device] = ExportedMemory(device)
+            places = memory.allocate(list(tensors.values()))
         except (ImportError, RuntimeError) as error:  # memory is short, or has no handle
             _LOGGER.info("GPU tensors pass through the object store: %s", error)
             return

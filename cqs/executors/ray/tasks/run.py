@@ -135,6 +135,8 @@ class Run:
         self._outbox = Outbox(pool, job, next(_NUMBERS))
         self.has_shared = False
         """Whether memory of GPUs was shared among processes."""
+        self.has_short_actor = False
+        """Whether the GPU of an actor had too little memory."""
         self._calls = Calls(pool, cancelled)
         """Calls with _Tasks or _Merges as key; calls of ``describe`` have None."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
@@ -198,16 +200,26 @@ class Run:
         )
 
     def _share(self) -> None:
-        """Share tensors on GPUs with the actors, once no call of an earlier run can access them."""
-        if all(info.device == "cpu" for info in self._pool.infos):
+        """Share GPU tensors with the actors, once calls of earlier runs access no shared memory."""
+        pool, before, since = self._pool, 0, time.monotonic()
+        shares = pool.shares_gpu_memory and all(t.is_cuda for t in self._job.tensors)
+        frees = bool(pool.exported) and not pool.shares_gpu_memory
+        if not (shares or frees):
             return
-        while not self._pool.await_abandoned(_POLL_SECONDS):
+        self._calls.check()
+        while pending := pool.await_abandoned(_POLL_SECONDS):
             self._calls.check()
-            if time.perf_counter() - self._start > self._calls.timeout:
-                return
-        if self._pool.shares_gpu_memory and all(t.is_cuda for t in self._job.tensors):
+            if len(pending) != before:
+                before, since = len(pending), time.monotonic()
+            elif time.monotonic() - since > self._calls.timeout:  # these actors hang
+                for actor in pending.values():
+                    pool.remove(actor)
+        if shares:
             self._outbox.share()
             self.has_shared = self._outbox.is_shared
+        else:
+            pool.exported.clear()
+            torch.cuda.empty_cache()
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all groups are merged.
@@ -242,12 +254,10 @@ class Run:
             merge.returned.clear()
         if not self._pool.is_connected:
             return
-        refs = [
-            actor.handle.forget.remote(bool(self._merges or self._failures))
-            for actor in self._calls.queues
-            if actor.info is not None and actor.info.device != "cpu"
-        ]
-        self._pool.abandon(refs, must_end=True)
+        closes = bool(self._merges or self._failures or self._outbox.has_replaced)
+        for actor in self._calls.queues:
+            if actor.info is not None and actor.info.device != "cpu":
+                self._pool.abandon([actor.handle.forget.remote(closes)], actor)
 
     def _feed(self) -> None:
         """Assign merges to their owners, and the next tasks to the actors with the fewest."""
@@ -328,6 +338,11 @@ class Run:
 
         return max(itertools.islice(self._todo, len(started)), key=count_kept)
 
+    def _can_read(self, actor: Actor, merge: _Merge) -> bool:
+        """Return whether an actor can read the parts of a group that have stayed on GPUs."""
+        lenders = merge.lenders.values()
+        return all(each is actor or self._pool.share_host(each, actor) for each in lenders)
+
     def _note_if_ready(self, merge: _Merge) -> None:
         if merge.is_ready:
             self._ready[merge] = None
@@ -344,7 +359,9 @@ class Run:
         calls: dict[Actor, list[_Merges]] = {}
         for merge in list(self._ready):
             queues = self._calls.queues
-            merge.owner = merge.owner or min(started, key=lambda actor: len(queues[actor]))
+            if merge.owner is None:
+                near = [actor for actor in started if self._can_read(actor, merge)]
+                merge.owner = min(near or started, key=lambda actor: len(queues[actor]))
             if self._count_tasks(merge.owner) >= _CALLS_IN_FLIGHT:
                 continue
             del self._ready[merge]
@@ -371,6 +388,7 @@ class Run:
             return
         if answer.error is not None:
             if isinstance(answer.error, torch.OutOfMemoryError):
+                self.has_short_actor = True
                 _, index, backend, capacity = answer.error.args
                 plan = self._job.plan
                 message = explain_shortage(self._job.problem, plan, backend, capacity, index)
@@ -417,11 +435,12 @@ class Run:
         if isinstance(answer.error, PartsLostError):
             for merge in work.merges:
                 merge.num_losses += 1
-                if merge.num_losses == self._pool.retry_policy.max_attempts:
+                if merge.num_losses > self._pool.retry_policy.max_attempts:
                     raise MemoryNotSharedError(str(answer.error)) from answer.error
                 self._lose(merge, merge.lenders)
             return
         if answer.error is not None:
+            self.has_short_actor = isinstance(answer.error, torch.OutOfMemoryError)
             raise answer.error
         report, merged = answer.value
         self._merge_reports.append(report)
