@@ -136,6 +136,7 @@ def test_a_run_without_memory_for_parts_is_repeated_without_them(
         assert any(tmp_path.iterdir())
         assert cluster._pool.shares_gpu_memory, "the next run tries again"
         seen = []
-        progress = lambda done, total: seen.append((done, total))  # noqa: E731
-        cluster.attention(*tensors, is_causal=True, num_tasks=13, progress=progress)
+        cluster.attention(
+            *tensors, num_tasks=13, progress=lambda done, total: seen.append((done, total))
+        )
         assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
