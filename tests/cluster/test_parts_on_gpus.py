@@ -19,13 +19,14 @@ pytestmark = pytest.mark.ray
 PROBLEM = Case("parts", 3000, 3000, num_heads=8, num_kv_heads=4, head_dim=64, is_causal=True)
 
 
-def like_gpus(folder, monkeypatch, *, num_workers=3, readable=True, is_short=False):
+def like_gpus(folder, monkeypatch, *, num_workers=3, readable=True, is_short=False, kills=False):
     """A cluster whose actors leave parts in files, which are lost if their actor has failed.
 
     Args:
         folder: Where the files are.
         readable: Whether other actors can read the files.
         is_short: Whether an actor with such files has too little memory for the next task.
+        kills: Whether the first read of a part kills the actor that has left it.
     """
 
     class Part:
@@ -44,6 +45,10 @@ def like_gpus(folder, monkeypatch, *, num_workers=3, readable=True, is_short=Fal
                 def tensor(self, sent):
                     if not isinstance(sent, Part):
                         return super().tensor(sent)
+                    if kills and not (folder / "killed").exists():
+                        (folder / "killed").touch()
+                        os.kill(sent.pid, signal.SIGKILL)
+                        raise MemoryNotSharedError("its process was killed")
                     if not readable or not os.path.exists(f"/proc/{sent.pid}/fd/0"):
                         raise MemoryNotSharedError("the part cannot be read")
                     return torch.load(sent.path)
@@ -114,6 +119,17 @@ def test_parts_of_a_failed_actor_are_computed_again(
             timer.join()
             assert all(map(torch.equal, found, expected)), moment
             cluster.attention(*tensors, num_tasks=num_workers)  # waits for the replacement
+        assert cluster._pool.shares_gpu_memory
+
+
+def test_a_merge_whose_parts_are_lost_is_repeated(
+    ray_session, tmp_path, monkeypatch, tensors, expected
+):
+    with like_gpus(tmp_path, monkeypatch, kills=True) as cluster:
+        future = cluster.submit(*tensors, is_causal=True, num_tasks=13)
+        assert torch.equal(future.result(), expected[0])
+        assert (tmp_path / "killed").exists()
+        assert future.report.reruns > 0 and future.report.failures
         assert cluster._pool.shares_gpu_memory
 
 

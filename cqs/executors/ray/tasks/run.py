@@ -173,7 +173,7 @@ class Run:
             WorkersFailedError: All actors failed, and no replacement has started.
             TaskFailedError: ``max_attempts`` actors failed while they computed the same task.
             torch.OutOfMemoryError: The GPU of an actor has too little memory for its task.
-            MemoryNotSharedError: An actor cannot access the GPU memory of this process.
+            MemoryNotSharedError: An actor cannot access the GPU memory of another process.
             ValueError: This process lost its connection to Ray.
             Exception: The computation of a task raised; the run does not repeat it.
         """
