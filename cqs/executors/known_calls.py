@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from cqs.executors.contract import Planned
@@ -50,38 +51,37 @@ def attend_known(tensors: tuple[Tensor, Tensor, Tensor], options: CallOptions) -
 
     Returns:
         Output and LSE, or ``None`` if all checks must be made, several calls are needed, or
-        gradients, autocast, transforms or observers are active.
+        gradients, transforms or observers are active.
     """
-    if not all(map(_is_plain, tensors)) or not options.are_plain:
+    query, key, value = tensors
+    if not (_is_plain(query) and _is_plain(key) and _is_plain(value) and options.are_plain):
         return None
-    if forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu") or is_observed():
+    if forward_ad._current_level >= 0 or maybe_current_level() is not None or is_observed():
         return None
-    sizes = tuple([tensor.shape for tensor in tensors])
-    found = _find_call(sizes, tuple([tensor.dtype for tensor in tensors]), options)
+    sizes = query.shape, key.shape, value.shape
+    found = _find_call(sizes, (query.dtype, key.dtype, value.dtype), options)
     if found is None:
         return None
-    backend, operands = found
-    query, key, value = tensors
-    return attend_call(backend, operands._replace(query=query, key=key, value=value))
+    backend, of_call = found
+    return attend_call(backend, Operands(query, key, value, *of_call))
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether the memory of a CPU tensor has its values, and no gradient is recorded."""
+    """Return whether a tensor is dense, on the CPU, and records no gradient."""
     return (
         type(tensor) is Tensor
-        and tensor.layout == torch.strided
         and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor._is_zerotensor())
         and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not (tensor.is_nested or tensor.is_neg() or tensor._is_zerotensor())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 
 @lru_cache(maxsize=64)
 def _find_call(
     sizes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], options: CallOptions
-) -> tuple[CallBackend, Operands] | None:
-    """Return the backend and the operands of the only call, with tensors of one element.
+) -> tuple[CallBackend, tuple[Any, ...]] | None:
+    """Return the backend of the only call, and its operands besides query, key and value.
 
     Raises:
         Exception: An argument is wrong; see :func:`cqs.attention`.
@@ -102,4 +102,8 @@ def _find_call(
     is_changed = (problem.query.shape, problem.key.shape, problem.value.shape) != sizes
     if is_changed or problem.differs_by_head or not query.numel():
         return None
-    return find_single_call(Planned(problem, problem.make_plan(1), backend))
+    found = find_single_call(Planned(problem, problem.make_plan(1), backend))
+    if found is None:
+        return None
+    chosen, operands = found
+    return chosen, operands[3:]

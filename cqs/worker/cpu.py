@@ -5,6 +5,7 @@ from math import isfinite
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from cqs.partial import Partial
 from cqs.worker.backend import CallBackend
@@ -54,7 +55,7 @@ class _Cpu(CallBackend):
         return None
 
     def attend(self, operands: Operands) -> Partial:
-        query, key, value, is_causal, scale, visible, _, _, terms, _ = operands
+        query, key, value, is_causal, scale, visible, _, _, terms, addend = operands
         num_queries, head_dim = query.shape[2:]
         padded, positive_scale = query, scale
         if scale < MIN_SCALE:
@@ -66,13 +67,15 @@ class _Cpu(CallBackend):
         # The kernel ignores the stride of the last dimension.
         if not padded.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             padded, key, value = with_adjacent_columns(padded, key, value)
+        if (addend is None or num_padding) and not visible is terms is None:
+            addend = _addend(operands, num_padding)
         output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
             padded,
             key,
             value,
             0.0,
             is_causal,
-            attn_mask=None if visible is terms is None else _addend(operands, num_padding),
+            attn_mask=addend,
             scale=positive_scale,
         )
         if num_padding or num_columns:
@@ -81,13 +84,16 @@ class _Cpu(CallBackend):
         return Partial(output, lse)
 
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
-        """Return the rows that are not finite or have LSE 0; set those without a live pair."""
-        # Most calls are sound. A sum is not finite if an element is not. A row without a live pair
-        # is not finite, or has LSE 0.
-        has_lse = (
-            isfinite(found.lse.sum().item()) and int(found.lse.count_nonzero()) == found.lse.numel()
-        )
-        if has_lse and isfinite(found.output.sum().item()):
+        """Return the rows that are not finite or have LSE 0; set those without a live pair.
+
+        A finite sum of values that overflows in the kernel stays infinite, as in PyTorch.
+        """
+        # Most calls are sound. Rows that the kernel loses, into which a score leaks, or without a
+        # live pair get LSE 0, inf or NaN. A value that is not finite reaches the last row, for
+        # which the kernel skips no key. Norms find them sooner than other operators of PyTorch.
+        least = vector_norm(found.lse, -torch.inf).item()
+        has_lse = least > 0 and isfinite(vector_norm(found.lse, torch.inf).item())
+        if has_lse and isfinite(vector_norm(found.output.select(2, -1), 1).item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:

@@ -175,6 +175,20 @@ def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
                 assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
 
 
+@pytest.mark.parametrize("entry", [math.nan, math.inf])
+@pytest.mark.parametrize("tokens", [70, 200, 1300])
+@pytest.mark.parametrize("dtype", SINGLE, ids=str)
+def test_a_masked_value_leaks_into_no_row_if_the_last_row_does_not_see_it(dtype, tokens, entry):
+    query, key, value = (torch.randn(2, 3, tokens, 32).to(dtype) for _ in range(3))
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).triu(-9).tril(9)
+    value[1, 2, 20, 7] = entry
+    operands = Operands(query, key, value, False, 0.25, visible)
+    found, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
+    assert found.lse.isfinite().all()
+    assert found.output.isfinite().equal(expected.output.isfinite())
+    assert int((~found.output.isfinite()).any(-1).sum()) == 19
+
+
 def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
     query = torch.full((1, 1, 40, 8), 1e25)
     key, value = torch.randn(2, 1, 1, 40, 8)
