@@ -72,7 +72,7 @@ def compile_both_passes(
     dropout: Dropout | None = None,
     terms: ScoreTerms | None = None,
 ) -> None:
-    launch._is_for_hopper = lambda query, value: on_hopper
+    launch._is_for_hopper = lambda query: on_hopper
     whole = (range(TOKENS),)
     steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
     work = make_work(steps, pattern.bind(TOKENS), whole, whole, terms and terms.distance)
@@ -106,7 +106,7 @@ def compile_rectangles(
     is_causal: bool,
     num_tasks: int = 1,
 ) -> None:
-    launch._is_for_hopper = lambda query, value: True
+    launch._is_for_hopper = lambda query: True
     rectangle_launch._MIN_PAIRS = rectangle_launch._MIN_PAIRS_OF_SEVERAL = 0.0
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
@@ -128,7 +128,7 @@ def compile_rectangles(
 
 
 def compile_visits(dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int) -> None:
-    launch._is_for_hopper = lambda query, value: True
+    launch._is_for_hopper = lambda query: True
     rectangle_launch._MIN_VISITS = {64: 0, 128: 0}
     pattern = sliding_window(100, 100)
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
@@ -194,6 +194,7 @@ def compile_for_hopper() -> None:
         compile_both_passes(dtype, 256, window, dropout=Dropout(0.5, seed=0))
     for head_dim, pattern in ((64, irregular), (128, window), (128, streams), (128, irregular)):
         compile_both_passes(torch.bfloat16, head_dim, pattern, on_hopper=True)
+    compile_both_passes(torch.float16, 256, irregular, on_hopper=True)
     for dtype in (torch.float16, torch.bfloat16):
         compile_three_consumers(dtype, 64, window | streams)
     for head_dim in (64, 128):

@@ -223,6 +223,13 @@ class _Tiles(NamedTuple):
     options: dict[str, int]
 
 
+_HOPPER_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
+"""Columns of a block and stages of the forward kernel for Hopper GPUs, by the larger of head_dim
+and value_dim, rounded up. They take 160, 176 and 224 KiB of the 227 KiB of shared memory."""
+_LARGEST_HOPPER_DIMS = {False: 256, True: 128}
+"""Largest head_dim and value_dim of the kernels for Hopper GPUs, by backward pass: the buffers of
+larger ones would not fit shared memory."""
+
 # By backward pass, float32, and dims up to 128, 256 or 512. Larger dims and float32 have smaller
 # tiles, because tiles and blocks must fit shared memory.
 _PLAIN_TILES = {
@@ -258,14 +265,15 @@ compute capability 8.6, 8.9 and 12.x have, and the tensor memory of 10.x."""
 
 
 def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
-    query, value = operands.query, operands.value
-    head_dim = query.shape[-1]
-    if _is_for_hopper(query, value) and _hopper_kernels_support(operands):
+    query = operands.query
+    width = max(triton.next_power_of_2(max(query.shape[-1], operands.value.shape[-1])), 64)
+    largest = _LARGEST_HOPPER_DIMS[is_backward]
+    if width <= largest and _is_for_hopper(query) and _hopper_kernels_support(operands):
         if is_backward:
             return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
-        # 64 rows for each consumer. 176 and 160 KiB of shared memory: a program can have 227.
-        return _Tiles(True, 128, 128, {"CONSUMERS": 2, "STAGES": 2 if head_dim > 64 else 4})
-    width = max(triton.next_power_of_2(max(head_dim, value.shape[-1])), 128)
+        block, num_stages = _HOPPER_BLOCKS[width]
+        return _Tiles(True, 128, block, {"CONSUMERS": 2, "STAGES": num_stages})
+    width = max(width, 128)
     table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
     rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
     return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
@@ -290,15 +298,10 @@ def _is_tuned_for(query: Tensor) -> bool:
     return not query.is_cuda or _properties(query.device).major == 9
 
 
-def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
-    # wgmma takes half precision from shared memory; beyond 128 columns the buffers would not fit.
-    return (
-        query.is_cuda
-        and _properties(query.device).major == 9
-        and query.dtype != torch.float32
-        and query.shape[-1] <= 128
-        and value.shape[-1] <= 128
-    )
+def _is_for_hopper(query: Tensor) -> bool:
+    # wgmma takes half precision from shared memory.
+    is_half = query.dtype != torch.float32
+    return query.is_cuda and is_half and _properties(query.device).major == 9
 
 
 def _hopper_kernels_support(operands: TaskOperands) -> bool:
