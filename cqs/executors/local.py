@@ -95,7 +95,7 @@ class LocalExecutor:
                 lse = lse_for_gradients(answer.lse)
                 return Gradients(*chosen.differentiate(operands, grad_output, answer.output, lse))
             if isinstance(worker.chosen, TaskBackend):
-                steps = _together(problem, plan)
+                steps = _whole(problem)  # equal gradients, for which one rectangle takes no list
             held = map(HeldTokens.whole, (*tensors, grad_output, *answer))
             return worker.run_backward(steps, *held, dtype=problem.query.dtype)
         except torch.OutOfMemoryError as error:
@@ -187,7 +187,12 @@ def _single_call(
 
 def _together(problem: Problem, plan: Plan) -> tuple[Step, ...]:
     """Return steps that together cover all tasks; a pattern gets the steps of one task."""
-    return _work_of(plan if problem.pattern is None else problem.make_plan(1)).steps
+    return _work_of(plan).steps if problem.pattern is None else _whole(problem)
+
+
+def _whole(problem: Problem) -> tuple[Step, ...]:
+    """Return the steps of a single task that is the whole problem."""
+    return _work_of(problem.make_plan(1)).steps
 
 
 def _explained(problem: Problem, plan: Plan, worker: Worker) -> torch.OutOfMemoryError:

@@ -103,11 +103,21 @@ def test_visits_have_every_live_pair_once(lengths, name, num_tasks):
     assert not found[: lengths[0], lengths[1] :].any()
     assert (found[: lengths[0], : lengths[1]] == mask_of(work, lengths)).all()
     assert num_unvisited == (turns == 0).sum()
-    assert count_visits(work, *lengths).num_visits >= len(visits)  # some masks may be empty
+    counts = count_visits(work, *lengths, 2**20)
+    assert counts.num_visits >= len(visits)  # some masks may be empty
+    assert count_visits(work, *lengths, counts.num_visits) == counts
+    assert count_visits(work, *lengths, counts.num_visits - 1) is None
 
 
 def test_views_with_steps_have_no_visits():
-    assert count_visits(plan_work(1000, 1000, pattern=dilated(500, 500, 2)), 1000, 1000) is None
+    work = plan_work(1000, 1000, pattern=dilated(500, 500, 2))
+    assert count_visits(work, 1000, 1000, 2**20) is None
+
+
+def test_many_visits_are_not_counted_one_by_one(monkeypatch):
+    monkeypatch.setattr("cqs.worker.triton.visits._cut", None)
+    work = plan_work(2**22, 2**22, num_tasks=7, is_causal=True)
+    assert count_visits(work, 2**22, 2**22, 2**20) is None
 
 
 @pytest.mark.parametrize(

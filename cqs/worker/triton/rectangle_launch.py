@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +25,12 @@ from cqs.worker.triton.hopper_rectangle import (
     rectangle_gradients,
 )
 from cqs.worker.triton.statistics_launch import launch_row_statistics
-from cqs.worker.triton.visits import VISIT_FIELDS, count_visits, make_visit_list
+from cqs.worker.triton.visits import (
+    VISIT_FIELDS,
+    VisitCounts,
+    count_visits,
+    make_visit_list,
+)
 from cqs.worker.work import Work
 
 _HEAD_DIMS = (64, 128)
@@ -57,9 +62,12 @@ _MIN_VISITS = {64: 45_000, 128: 12_000}
 
 With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of seven products
 (median 0.82), with fewer 0.63 to 1.60 (one H100)."""
-_MOST_VISITS, _MOST_LISTS = 2**20, 16
-"""Most visits of a head, and most lists that are kept: 16 MiB each. As many prepared launches may
-hold lists that were kept before."""
+_MOST_VISITS, _MOST_LISTS = (2**17, 2**20), (128, 16)
+"""Most visits of a head in a short and in a long list, and most lists of each kind that are kept:
+256 MiB of each. As many prepared launches may hold lists that were kept before.
+
+Tasks that run one after another on one GPU have a list each, whose making takes the host 5 to
+100 ms."""
 _MOST_SPANNED = 1.1
 """Most blocks from a tile's first to its last visit, relative to the visits.
 
@@ -76,7 +84,8 @@ _KEYS: int = TILE_KEYS.value
 _COLUMNS_OF_SUMS = 256
 """Columns of the descriptor of the sums of dQ, the most that the TMA unit copies at once."""
 
-_RECTANGLE, _VISITS = Launcher(rectangle_gradients), Launcher(rectangle_gradients, _MOST_LISTS)
+_RECTANGLE = Launcher(rectangle_gradients)
+_VISITS = [Launcher(rectangle_gradients, most) for most in _MOST_LISTS]  # short and long lists
 _CONVERT = Launcher(convert_query_gradient)
 
 
@@ -130,8 +139,8 @@ def takes_visits(operands: TaskOperands) -> bool:
     rectangles = rectangles_of(work)
     if rectangles is not None and len(rectangles) == 1:
         return False
-    counts = count_visits(work, query.shape[2], key.shape[2])
-    if counts is None or counts.num_visits > _MOST_VISITS:
+    counts = count_visits(work, query.shape[2], key.shape[2], _MOST_VISITS[-1])
+    if counts is None:
         return False
     num_visits = query.shape[:2].numel() * counts.num_visits
     return (
@@ -263,18 +272,24 @@ class _Visits(NamedTuple):
     masks: Tensor
     num_unvisited: int
     """Number of blocks of queries without a visit."""
-    is_aligned: bool
-    """Whether tiles begin at the same blocks, see ``VisitCounts``."""
+    counts: VisitCounts
+
+    @property
+    def is_long(self) -> bool:
+        """Whether few such lists are kept."""
+        return self.counts.num_visits > _MOST_VISITS[0]
 
 
-@partial(cached_on_device, most=_MOST_LISTS)
-def _make_visits(device: torch.device, work: Work, num_queries: int, num_keys: int) -> _Visits:
+def _make_visits(
+    device: torch.device, work: Work, num_queries: int, num_keys: int, counts: VisitCounts
+) -> _Visits:
     found = make_visit_list(work, num_queries, num_keys)
     arrays = found.starts, found.visits, found.masks
     starts, visits, masks = (torch.from_numpy(each).flatten().to(device) for each in arrays)
-    counts = count_visits(work, num_queries, num_keys)
-    assert counts is not None
-    return _Visits(starts, visits, masks, found.num_unvisited, counts.is_aligned)
+    return _Visits(starts, visits, masks, found.num_unvisited, counts)
+
+
+_short_visits, _long_visits = (cached_on_device(_make_visits, most) for most in _MOST_LISTS)
 
 
 def gradients_of_visits(
@@ -295,7 +310,11 @@ def gradients_of_visits(
     :func:`takes_visits` accepts.
     """
     query, key, value, work, scale, *_ = operands
-    lists = _make_visits(query.device, work, query.shape[2], key.shape[2])
+    lengths = query.shape[2], key.shape[2]
+    counts = count_visits(work, *lengths, _MOST_VISITS[-1])
+    assert counts is not None
+    find = _short_visits if counts.num_visits <= _MOST_VISITS[0] else _long_visits
+    lists = find(query.device, work, *lengths, counts)
     found = [
         torch.empty(each.shape, dtype=dtype or torch.float32, device=each.device)
         for each in (query, key, value)
@@ -417,7 +436,7 @@ def _launch_rectangle(
             "IS_CAUSAL": is_causal,
             "IS_RAGGED": num_keys % _KEYS != 0,
             "IS_SUM": is_sum,
-            "HEADS_ALTERNATE": lists is None or lists.is_aligned,
+            "HEADS_ALTERNATE": lists is None or lists.counts.is_aligned,
             "STAGES": _STAGES[head_dim],
             "BUFFERS": _BUFFERS[head_dim],
             "num_warps": 4,
@@ -431,7 +450,7 @@ def _launch_rectangle(
     if lists is None:
         _RECTANGLE.launch((*tensors, state), make, key=options)
     else:
-        _VISITS.launch((*tensors, state), make, key=options, kept=lists[:3])
+        _VISITS[lists.is_long].launch((*tensors, state), make, key=options, kept=lists[:3])
 
 
 def _num_together(visits_of_tile: float, group: int) -> int:
