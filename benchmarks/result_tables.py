@@ -631,7 +631,7 @@ def short_patterns() -> str:
 def layer_parts() -> str:
     """Parts of a step of a layer, by mesh; the fastest step of each layer in bold."""
     table = []
-    for name in ("block-h200-x2", "block-h200-x4"):
+    for name in ("block-h100-x2", "block-h200-x4"):
         for layer in ("dense", "window"):
             rows = [row for row in rows_of(name) if row["case"].startswith(layer)]
             steps = mark_best([f"{row['median_ms']:.1f}" for row in rows], min)
@@ -685,14 +685,14 @@ def ray_on_gpus() -> str:
     }
     others = (7, 13, 31)
     table = []
-    for num_actors in (2, 4):
-        rows = rows_of(f"ray-h200-x{num_actors}")
+    for num_actors, gpu in ((2, "H100"), (2, "H200"), (4, "H200")):
+        rows = rows_of(f"ray-{gpu.lower()}-x{num_actors}")
         for label, (benchmark, mask, place) in passes.items():
             case = f"{mask}-131072-h16-d128-{place}"
             if found := find_rows(rows, benchmark=benchmark, case=case):
                 cells = [find_row(found, num_tasks=number) for number in (num_actors, *others)]
                 times = (f"{row['median_ms']:.0f} ({row['ratio']:.2f})" for row in cells)
-                table.append([num_actors, label, *times])
+                table.append([f"{num_actors} {gpu}s", label, *times])
     header = ["actors", "tensors, mask, passes", "W = actors", *(f"W = {n}" for n in others)]
     return to_markdown(header, table, num_labels=2)
 
