@@ -93,7 +93,7 @@ class _Cpu(CallBackend):
         # which the kernel skips no key. Norms find them sooner than other operators of PyTorch.
         least = vector_norm(found.lse, -torch.inf).item()
         has_lse = least > 0 and isfinite(vector_norm(found.lse, torch.inf).item())
-        if has_lse and isfinite(vector_norm(found.output.select(2, -1), 1).item()):
+        if has_lse and isfinite(vector_norm(found.output.select(2, -1), torch.inf).item()):
             return None
         is_sound = found.lse.isfinite() & (found.lse != 0)
         if visible is not None:
