@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.arguments import with_advice
 from cqs.executors import local_operator
 from cqs.executors.contract import PlanExecutor, attend, check_progress
-from cqs.executors.known_calls import CallOptions, attend_known
+from cqs.executors.known_calls import attend_known
 from cqs.executors.local import LocalExecutor
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
@@ -177,8 +177,7 @@ def attention(
         check_progress(progress)
     has_defaults = attn_mask is seed is scores is num_tasks is plan is executor is None
     if has_defaults and type(dropout_p) is float and not (dropout_p or verify or progress):
-        options = CallOptions(is_causal, scale, pattern, enable_gqa, backend)
-        known = attend_known((query, key, value), options)
+        known = attend_known(query, key, value, is_causal, scale, pattern, enable_gqa, backend)
         if known is not None:
             return known.to_result(return_lse)
     problem = check_problem(

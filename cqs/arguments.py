@@ -140,7 +140,7 @@ def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
-            if name in ADVICE and name not in names:
+            if name not in names and name in ADVICE:
                 raise TypeError(f"{function.__name__}() does not support {name}: {ADVICE[name]}")
         return function(*args, **kwargs)
 

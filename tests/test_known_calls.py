@@ -105,6 +105,23 @@ def test_transformed_tensors_are_refused() -> None:
         torch.func.vmap(lambda each: cqs.attention(each, key[:1], value[:1]))(query.unsqueeze(1))
 
 
+def test_tensors_that_outlive_their_transformation_are_refused() -> None:
+    query, key, value = (each[:1] for each in draw())
+    cqs.attention(query, key, value)
+    kept: list[Tensor] = []
+    torch.func.vmap(lambda each: (kept.append(each), each)[1])(torch.stack([query, query]))
+    with pytest.raises(NotImplementedError, match="vmap"):
+        cqs.attention(kept[0], key, value)
+
+
+def test_rows_are_computed_again_without_autocast() -> None:
+    query, key, value = draw()
+    query[:, :, 0] = 0  # its only score is 0, and so is its LSE
+    wanted = cqs.attention(query, key, value, is_causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(cqs.attention(query, key, value, is_causal=True), wanted)
+
+
 def test_autocast_and_views_give_the_same() -> None:
     tensors = draw()
     wanted = cqs.attention(*tensors)

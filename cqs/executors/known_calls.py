@@ -5,11 +5,11 @@ as long as the kernel takes for a hundred tokens, so they are done once for each
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from cqs.executors.contract import Planned
@@ -23,47 +23,45 @@ from cqs.worker.calls import attend_call
 from cqs.worker.operands import Operands
 
 
-class CallOptions(NamedTuple):
-    """Arguments of :func:`cqs.attention` that are the same in many calls."""
-
-    is_causal: bool
-    scale: float | None
-    pattern: Pattern | None
-    enable_gqa: bool
-    backend: str | None
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether equal options are the same options: ``1`` equals ``True``, but is no bool."""
-        return (
-            type(self.is_causal) is type(self.enable_gqa) is bool
-            and (self.scale is None or type(self.scale) is float)
-            and (self.pattern is None or isinstance(self.pattern, Pattern))
-        )
-
-
-def attend_known(tensors: tuple[Tensor, Tensor, Tensor], options: CallOptions) -> Partial | None:
+def attend_known(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    pattern: Pattern | None,
+    enable_gqa: bool,
+    backend: str | None,
+) -> Partial | None:
     """Compute a problem whose call is known, without gradients.
 
-    Args:
-        tensors: Query, key and value as the caller gave them.
-        options: The other arguments.
+    Arguments are those of :func:`cqs.attention`.
 
     Returns:
         Output and LSE, or ``None`` if all checks must be made, several calls are needed, or
-        gradients, transforms or observers are active.
+        gradients, autocast, transforms or observers are active.
     """
-    query, key, value = tensors
-    if not (_is_plain(query) and _is_plain(key) and _is_plain(value) and options.are_plain):
+    if not (
+        _is_plain(query)
+        and _is_plain(key)
+        and _is_plain(value)
+        # Equal options are the same options: 1 equals True, but is no bool.
+        and type(is_causal) is type(enable_gqa) is bool
+        and (scale is None or type(scale) is float)
+        and (pattern is None or isinstance(pattern, Pattern))
+    ):
         return None
-    if forward_ad._current_level >= 0 or maybe_current_level() is not None or is_observed():
+    if forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu") or is_observed():
         return None
-    sizes = query.shape, key.shape, value.shape
-    found = _find_call(sizes, (query.dtype, key.dtype, value.dtype), options)
+    found = _find_call(
+        (query.shape, key.shape, value.shape),
+        (query.dtype, key.dtype, value.dtype),
+        (is_causal, scale, pattern, enable_gqa, backend),
+    )
     if found is None:
         return None
-    backend, of_call = found
-    return attend_call(backend, Operands(query, key, value, *of_call))
+    chosen, of_call = found
+    return attend_call(chosen, Operands(query, key, value, *of_call))
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -72,14 +70,14 @@ def _is_plain(tensor: Any) -> bool:
         type(tensor) is Tensor
         and tensor.is_cpu
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor._is_zerotensor())
+        and not (tensor.is_nested or tensor._is_zerotensor() or is_functorch_wrapped_tensor(tensor))
         and not (tensor.requires_grad and torch.is_grad_enabled())
     )
 
 
 @lru_cache(maxsize=64)
 def _find_call(
-    sizes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], options: CallOptions
+    sizes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], options: tuple[Any, ...]
 ) -> tuple[CallBackend, tuple[Any, ...]] | None:
     """Return the backend of the only call, and its operands besides query, key and value.
 

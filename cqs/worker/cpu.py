@@ -86,7 +86,7 @@ class _Cpu(CallBackend):
     def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair.
 
-        A finite sum of values that overflows in the kernel stays infinite, as in PyTorch.
+        Where the kernel's sum of values overflows, a row stays infinite or NaN, as in PyTorch.
         """
         # Most calls are sound. Rows that the kernel loses, into which a score leaks, or without a
         # live pair get LSE 0, inf or NaN. A value that is not finite reaches the last row, for

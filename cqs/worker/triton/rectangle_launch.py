@@ -64,7 +64,8 @@ With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of
 (median 0.82), with fewer 0.63 to 1.60 (one H100)."""
 _MOST_VISITS, _MOST_LISTS = (2**17, 2**20), (128, 16)
 """Most visits of a head in a short and in a long list, and most lists of each kind that are kept:
-256 MiB of each. As many prepared launches may hold lists that were kept before.
+256 MiB of each. As many prepared launches may hold lists that were kept before. Lists of patterns
+with bits count as long: their masks take 2 KiB for each visit, up to 256 MiB a list.
 
 Tasks that run one after another on one GPU have a list each, whose making takes the host 5 to
 100 ms."""
@@ -274,11 +275,6 @@ class _Visits(NamedTuple):
     """Number of blocks of queries without a visit."""
     counts: VisitCounts
 
-    @property
-    def is_long(self) -> bool:
-        """Whether few such lists are kept."""
-        return self.counts.num_visits > _MOST_VISITS[0]
-
 
 def _make_visits(
     device: torch.device, work: Work, num_queries: int, num_keys: int, counts: VisitCounts
@@ -289,7 +285,12 @@ def _make_visits(
     return _Visits(starts, visits, masks, found.num_unvisited, counts)
 
 
-_short_visits, _long_visits = (cached_on_device(_make_visits, most) for most in _MOST_LISTS)
+_visits_of_kind = [cached_on_device(_make_visits, most) for most in _MOST_LISTS]
+
+
+def _is_long(counts: VisitCounts) -> bool:
+    """Return whether few lists with these numbers are kept."""
+    return counts.num_visits > _MOST_VISITS[0] or counts.has_bits
 
 
 def gradients_of_visits(
@@ -313,8 +314,7 @@ def gradients_of_visits(
     lengths = query.shape[2], key.shape[2]
     counts = count_visits(work, *lengths, _MOST_VISITS[-1])
     assert counts is not None
-    find = _short_visits if counts.num_visits <= _MOST_VISITS[0] else _long_visits
-    lists = find(query.device, work, *lengths, counts)
+    lists = _visits_of_kind[_is_long(counts)](query.device, work, *lengths, counts)
     found = [
         torch.empty(each.shape, dtype=dtype or torch.float32, device=each.device)
         for each in (query, key, value)
@@ -450,7 +450,7 @@ def _launch_rectangle(
     if lists is None:
         _RECTANGLE.launch((*tensors, state), make, key=options)
     else:
-        _VISITS[lists.is_long].launch((*tensors, state), make, key=options, kept=lists[:3])
+        _VISITS[_is_long(lists.counts)].launch((*tensors, state), make, key=options, kept=lists[:3])
 
 
 def _num_together(visits_of_tile: float, group: int) -> int:

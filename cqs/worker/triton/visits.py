@@ -52,6 +52,8 @@ class VisitCounts(NamedTuple):
     """Number of tiles that begin at the same block as the tile before."""
     num_tiles: int
     """Number of tiles of keys."""
+    has_bits: bool
+    """Whether a view has bits, so that most visits have a mask of their own."""
 
     @property
     def is_aligned(self) -> bool:
@@ -98,13 +100,14 @@ def count_visits(work: Work, num_queries: int, num_keys: int, most: int) -> Visi
     if len(visits) > most:
         return None
     if not len(visits):
-        return VisitCounts(0, 0, 0, num_tiles)
+        return VisitCounts(0, 0, 0, num_tiles, False)
     tile, block = np.divmod(visits, num_blocks)
     firsts = np.flatnonzero(np.diff(tile, prepend=-1))
     lasts = np.append(firsts[1:], len(tile)) - 1
     num_spanned = int((block[lasts] - block[firsts] + 1).sum())
     num_aligned = int((np.diff(block[lasts]) == 0).sum())
-    return VisitCounts(len(tile), num_spanned, num_aligned, num_tiles)
+    has_bits = any(view.bits is not None for view in views)
+    return VisitCounts(len(tile), num_spanned, num_aligned, num_tiles, has_bits)
 
 
 def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
