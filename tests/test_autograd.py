@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cqs
 from benchmarks.cases import CASES, Case, visible_mask
+from cqs.executors.contract import Planned
+from cqs.executors.local import LocalExecutor
 from cqs.patterns import causal, per_head, strided
 
 BY_NAME = {case.name: case for case in CASES}
@@ -142,6 +144,14 @@ def test_two_runs_are_bitwise_identical():
             differentiate(problem, torch.float32, split(7, backend=backend)) for _ in range(2)
         )
         assert torch.equal(first[0], second[0]) and all(map(torch.equal, first[1], second[1]))
+
+
+def test_gradients_of_all_tasks_together_are_those_of_one_task():
+    problem, executor = BY_NAME["gqa-causal"].make(), LocalExecutor()
+    one, seven = (Planned(problem, problem.make_plan(number), "triton") for number in (1, 7))
+    answer, grad_output = executor.run(one), torch.randn_like(problem.query)
+    found = [executor.run_backward(part, answer, grad_output) for part in (one, seven)]
+    assert all(map(torch.equal, *found))
 
 
 def test_only_what_needs_a_gradient_gets_one():

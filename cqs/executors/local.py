@@ -95,7 +95,7 @@ class LocalExecutor:
                 lse = lse_for_gradients(answer.lse)
                 return Gradients(*chosen.differentiate(operands, grad_output, answer.output, lse))
             if isinstance(worker.chosen, TaskBackend):
-                steps = _whole(problem)  # equal gradients, for which one rectangle takes no list
+                steps = _whole(problem)  # one rectangle needs no list of visits
             held = map(HeldTokens.whole, (*tensors, grad_output, *answer))
             return worker.run_backward(steps, *held, dtype=problem.query.dtype)
         except torch.OutOfMemoryError as error:

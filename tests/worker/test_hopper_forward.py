@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 from cqs.worker.triton import launch
 
-pytestmark = [
+ON_HOPPER = pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="three consumers compute on Hopper GPUs alone",
+        reason="this kernel is for Hopper GPUs",
     ),
 ]
 
@@ -27,22 +27,28 @@ PATTERNS = {
 }
 
 
+def record_tiles(monkeypatch):
+    """Return a list that gets the tiles of each forward pass."""
+    chosen = []
+    choose = launch._choose_forward_lists
+
+    def choose_and_record(operands, *, packed):
+        tiles, lists = choose(operands, packed=packed)
+        chosen.append(tiles)
+        return tiles, lists
+
+    monkeypatch.setattr(launch, "_choose_forward_lists", choose_and_record)
+    return chosen
+
+
 @pytest.fixture(autouse=True)
 def _three_consumers(monkeypatch):
     """Let calls of every size use them, and check that they do."""
     monkeypatch.setattr(launch, "_MIN_ITEMS_OF_THREE", 0)
     monkeypatch.setattr(launch, "_suits_three_consumers", lambda *_: True)
-    numbers = []
-    choose = launch._choose_forward_lists
-
-    def choose_and_record(operands, *, packed):
-        tiles, lists = choose(operands, packed=packed)
-        numbers.append(tiles.options["CONSUMERS"])
-        return tiles, lists
-
-    monkeypatch.setattr(launch, "_choose_forward_lists", choose_and_record)
+    chosen = record_tiles(monkeypatch)
     yield
-    assert numbers and set(numbers) == {3}
+    assert {tiles.options["CONSUMERS"] for tiles in chosen} == {3}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

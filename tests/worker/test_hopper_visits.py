@@ -106,6 +106,7 @@ def test_visits_have_every_live_pair_once(lengths, name, num_tasks):
     counts = count_visits(work, *lengths, 2**20)
     assert counts.num_visits >= len(visits)  # some masks may be empty
     assert counts.has_bits == any(v.bits is not None for row in work.block_rows for v in row.views)
+    assert rectangle_launch._is_long(counts) == counts.has_bits
     assert count_visits(work, *lengths, counts.num_visits) == counts
     assert count_visits(work, *lengths, counts.num_visits - 1) is None
 

@@ -8,16 +8,9 @@ from cqs.patterns import causal, dilated, from_mask, sliding_window
 
 pytest.importorskip("triton")
 
-from cqs.worker.triton import launch
+from tests.worker.test_hopper_forward import ON_HOPPER, record_tiles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="this kernel is for Hopper GPUs",
-    ),
-]
-
+pytestmark = ON_HOPPER
 DIMS = [(256, 256), (192, 128), (136, 200), (64, 256)]
 MASK = torch.rand(700, 700, generator=torch.Generator().manual_seed(5)) < 0.4
 PATTERNS = {
@@ -49,17 +42,9 @@ def check(tensors, bound=4e-3, **options):
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch):
     """Check that the forward kernel for Hopper GPUs computes."""
-    found = []
-    choose = launch._choose_forward_lists
-
-    def choose_and_record(operands, *, packed):
-        tiles, lists = choose(operands, packed=packed)
-        found.append((tiles.on_hopper, tiles.block))
-        return tiles, lists
-
-    monkeypatch.setattr(launch, "_choose_forward_lists", choose_and_record)
+    chosen = record_tiles(monkeypatch)
     yield
-    assert set(found) == {(True, 64)}
+    assert {(tiles.on_hopper, tiles.block) for tiles in chosen} == {(True, 64)}
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

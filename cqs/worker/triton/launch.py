@@ -41,7 +41,8 @@ from cqs.worker.triton.tiles import (
 from cqs.worker.work import Work
 
 _MIN_BLOCKS_TO_WAIT = 768
-"""Blocks of keys of a tile from which programs wait for each other: 98,304 keys.
+"""Blocks of keys of a tile from which programs wait for each other: 98,304 keys, and half as many
+in the blocks of heads above 128, whose keys have twice the bytes.
 
 The L2 cache of an H200 has 50 MB. With fewer keys those of a head stay there anyway: 639 TFLOP/s at
 64K tokens without waiting. With more, waiting takes 589 to 640 TFLOP/s at 128K tokens and 552 to
@@ -224,8 +225,8 @@ class _Tiles(NamedTuple):
 
 
 _HOPPER_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-"""Columns of a block and stages of the forward kernel for Hopper GPUs, by the larger of head_dim
-and value_dim, rounded up. They take 160, 176 and 224 KiB of the 227 KiB of shared memory."""
+"""Keys of a block and stages of the forward kernel for Hopper GPUs, by the larger of head_dim and
+value_dim, rounded up. They take 160, 176 and 224 KiB of the 227 KiB of shared memory."""
 _LARGEST_HOPPER_DIMS = {False: 256, True: 128}
 """Largest head_dim and value_dim of the kernels for Hopper GPUs, by backward pass: the buffers of
 larger ones would not fit shared memory."""

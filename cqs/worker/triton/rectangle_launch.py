@@ -65,7 +65,7 @@ With more, windows of 10 to 50 % take 0.73 to 1.02 of the time of the kernels of
 _MOST_VISITS, _MOST_LISTS = (2**17, 2**20), (128, 16)
 """Most visits of a head in a short and in a long list, and most lists of each kind that are kept:
 256 MiB of each. As many prepared launches may hold lists that were kept before. Lists of patterns
-with bits count as long: their masks take 2 KiB for each visit, up to 256 MiB a list.
+with bits count as long, and take more: a mask of 2 KiB for each partial visit.
 
 Tasks that run one after another on one GPU have a list each, whose making takes the host 5 to
 100 ms."""
@@ -274,6 +274,7 @@ class _Visits(NamedTuple):
     num_unvisited: int
     """Number of blocks of queries without a visit."""
     counts: VisitCounts
+    """Numbers by which the list is kept and ordered."""
 
 
 def _make_visits(
