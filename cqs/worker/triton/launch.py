@@ -28,6 +28,7 @@ from cqs.worker.triton.rectangle_launch import (
     takes_rectangle_kernel,
     takes_visits,
 )
+from cqs.worker.triton.residues import find_residues
 from cqs.worker.triton.statistics_launch import launch_row_statistics
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
@@ -145,8 +146,8 @@ def gradients_of_block_rows(
     """Compute the gradients of all block rows' live pairs.
 
     There are two launches for each pair of steps: one for queries, one for keys and values. On
-    Hopper GPUs large rectangles and patterns without gaps take one launch instead, see
-    :mod:`cqs.worker.triton.rectangle_launch`.
+    Hopper GPUs large rectangles, patterns without gaps and dilated patterns take one launch
+    instead, see :mod:`cqs.worker.triton.rectangle_launch`.
 
     Args:
         operands: Tensors and options; float16, bfloat16 or float32.
@@ -170,6 +171,8 @@ def gradients_of_block_rows(
             return gradients_of_visits(operands, *of_rows)
         if takes_rectangle_kernel(operands):
             return gradients_of_rectangles(operands, *of_rows)
+        if (of_residues := _gradients_of_residues(operands, of_rows)) is not None:
+            return of_residues
     statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(
@@ -205,6 +208,35 @@ def gradients_of_block_rows(
     if into is None or len(into) == 2:
         gradients += compute([key, value], _KEY_KERNELS, *sizes, num_keys, head_dim, value_dim)
     return gradients
+
+
+def _gradients_of_residues(
+    operands: TaskOperands, of_rows: tuple[Any, ...]
+) -> Sequence[Tensor] | None:
+    """Compute the gradients of a dilated pattern in one launch, or return None if that is slower.
+
+    Args:
+        operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
+        of_rows: The other arguments of ``gradients_of_rectangles``.
+    """
+    query, key, _, work, _, dropout, _, terms = operands
+    residues = find_residues(work, query.shape[2], key.shape[2])
+    if residues is None or not residues.has_many_keys:
+        return None
+    if dropout is not None or terms is not None:
+        return None
+    folded = residues.fold_operands(operands)
+    if takes_visits(folded):
+        compute = gradients_of_visits
+    elif takes_rectangle_kernel(folded):
+        compute = gradients_of_rectangles
+    else:
+        return None
+    num_kv_heads = key.shape[1]
+    *of_queries, dtype, num_processors = of_rows
+    grad_output, output, lse = (residues.fold(each, num_kv_heads) for each in of_queries)
+    found = compute(folded, grad_output, output, lse, dtype, num_processors)
+    return residues.unfold_gradients(found, num_kv_heads)
 
 
 _FORWARD_KERNELS = Launcher(attend_tiles), Launcher(attend_tiles_on_hopper)

@@ -92,7 +92,7 @@ def count_visits(work: Work, num_queries: int, num_keys: int, most: int) -> Visi
     if any(view.queries.step != 1 or view.keys.step != 1 for view in views):
         return None
     num_tiles, num_blocks = -(-num_keys // TILE_KEYS), -(-num_queries // BLOCK_QUERIES)
-    if sum(map(_num_pairs, views)) > most * TILE_KEYS * BLOCK_QUERIES:
+    if sum(map(count_pairs, views)) > most * TILE_KEYS * BLOCK_QUERIES:
         return None
     _, tile, block, _ = _cut(views, num_queries)
     visits = np.sort(tile * num_blocks + block)  # in a hundredth of the time of np.unique
@@ -157,7 +157,7 @@ def _views(work: Work) -> Iterator[View]:
                 yield view
 
 
-def _num_pairs(view: View) -> int:
+def count_pairs(view: View) -> int:
     """Return the number of pairs in the band of a view without steps; 0 if bits mask out more."""
     queries, keys, low, high, bits = view
     if bits is not None:
