@@ -80,7 +80,8 @@ class Dropout:
         streams = _draw(self.seed, torch.arange(3, device=device))
         # Both numbers of a query at once: half as many operations, which take the host 5 us each.
         of_queries = _draw(_draw(_draw(streams[:2].view(-1, 1, 1, 1), batches), heads), rows)
-        return DropoutBits(*of_queries, _draw(streams[2], columns))
+        multiplier, increment = of_queries.unbind()
+        return DropoutBits(multiplier, increment, _draw(streams[2], columns))
 
     def kept(self, bits: DropoutBits) -> Tensor:
         """Return the dropout mask, true for pairs that stay.
