@@ -229,6 +229,28 @@ def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> 
     return to_markdown(header, rows, num_labels=2)
 
 
+def video_lengths() -> str:
+    """Milliseconds of every method on four GPUs, for lengths and heads of video models."""
+    found: dict[tuple[int, int, str], dict[str, str]] = {}
+    for row in rows_of("peers-h100-x4-rectangles"):
+        tokens, heads = (int(row["details"][name]) for name in ("tokens", "heads"))
+        if heads not in (16, 32):  # powers of two are in other tables
+            method = row["executor"].removesuffix(" padded")
+            passes = row["benchmark"].removeprefix("peers ")
+            found.setdefault((tokens, heads, passes), {})[method] = f"{row['median_ms']:.2f}"
+    methods = "cqs", "ring", "all-gather", "ulysses"
+    header = ["tokens", "heads", "pass", "one", *(f"`{method}`" for method in methods)]
+    return to_markdown(
+        header,
+        [
+            [f"{tokens:,}", heads, passes, of_case["one"]]
+            + mark_best([of_case.get(method, "") for method in methods], min)
+            for (tokens, heads, passes), of_case in found.items()
+        ],
+        num_labels=3,
+    )
+
+
 def efficiency_ranges() -> str:
     """Lowest and highest efficiency on two GPUs over all measured cases."""
     rows = []
@@ -674,7 +696,7 @@ def sharded() -> str:
     return to_markdown(header, table)
 
 
-def ray_on_gpus() -> str:
+def ray_on_gpus(machines: Sequence[tuple[int, str]], tokens: int) -> str:
     """Milliseconds of runs on Ray actors with GPUs, and their time relative to one process."""
     passes = {
         "host, non-causal, forward": ("ray", "full", "host"),
@@ -685,10 +707,10 @@ def ray_on_gpus() -> str:
     }
     others = (7, 13, 31)
     table = []
-    for num_actors, gpu in ((2, "H100"), (2, "H200"), (4, "H200")):
+    for num_actors, gpu in machines:
         rows = rows_of(f"ray-{gpu.lower()}-x{num_actors}")
         for label, (benchmark, mask, place) in passes.items():
-            case = f"{mask}-131072-h16-d128-{place}"
+            case = f"{mask}-{tokens}-h16-d128-{place}"
             if found := find_rows(rows, benchmark=benchmark, case=case):
                 cells = [find_row(found, num_tasks=number) for number in (num_actors, *others)]
                 times = (f"{row['median_ms']:.0f} ({row['ratio']:.2f})" for row in cells)
@@ -862,6 +884,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)),
     "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", ("one",), 2),
     "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", ("one",), 2),
+    "peers-video": video_lengths,
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
     "networks": partial(networks, 8),
@@ -891,7 +914,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer-lengths": layer_lengths,
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),
-    "ray-gpus": ray_on_gpus,
+    "ray-gpus": partial(ray_on_gpus, ((2, "H100"), (2, "H200"), (4, "H200")), 131_072),
+    "ray-gpus-64k": partial(ray_on_gpus, ((2, "H100"), (4, "H100")), 65_536),
     "ray-report": report_of_actors,
     "sharded": sharded,
     "recovery": recovery,
