@@ -219,6 +219,8 @@ def test_stored_interest_sets_are_listed_and_chosen(capsys):
     assert main("plan --interest-sets 9 --seqlen 1000 --causal".split()) == 0
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["interest", "set", "longest"] and len(rows) == 16
+    assert [row.endswith("*") for row in rows] == [True] + [False] * 15
+    rows = [row.removesuffix("*") for row in rows]
     assert main("plan --interest-sets 0".split()) == 2
     assert main("plan --interest-sets 9 --json".split()) == 2
     assert main("plan --interest-sets 9 --picture sets.png".split()) == 2

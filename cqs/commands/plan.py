@@ -90,7 +90,9 @@ def run(options: argparse.Namespace) -> None:
     shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
     if options.interest_sets is not None:
         problem["num_tasks"] = options.interest_sets
-        show(tabulate(compare_interest_sets(**problem, shape=shape), _SET_COLUMNS))
+        default = make_plan(1, num_tasks=options.interest_sets).interest_set
+        columns = _SET_COLUMNS | {"default": lambda costs: "*" * (costs.interest_set == default)}
+        show(tabulate(compare_interest_sets(**problem, shape=shape), columns))
         return
     chosen = options.interest_set
     if isinstance(chosen, str):
