@@ -234,7 +234,7 @@ def video_lengths() -> str:
     found: dict[tuple[int, int, str], dict[str, str]] = {}
     for row in rows_of("peers-h100-x4-rectangles"):
         tokens, heads = (int(row["details"][name]) for name in ("tokens", "heads"))
-        if heads not in (16, 32):  # powers of two are in other tables
+        if heads not in (16, 32):  # those are not of video models
             method = row["executor"].removesuffix(" padded")
             passes = row["benchmark"].removeprefix("peers ")
             found.setdefault((tokens, heads, passes), {})[method] = f"{row['median_ms']:.2f}"

@@ -66,16 +66,16 @@ def views(piece: Piece) -> Iterator[View]:
     ===================  ==========================================  ================  =========
     cut into             possible if                                 best for          TFLOP/s
     ===================  ==========================================  ================  =========
-    pairs of residues    steps are equal, or there is no band        dilated, strided  645 (405)
-    residues of keys     queries fill their cells, offsets are free  summary columns   300 (198)
-    pairs of cells       always                                      diagonal blocks   430 (265)
+    pairs of residues    steps are equal, or there is no band        dilated, strided  624 (386)
+    residues of keys     queries fill their cells, offsets are free  summary columns   303 (199)
+    pairs of cells       always                                      diagonal blocks   399 (308)
     ===================  ==========================================  ================  =========
 
     A residue is the set of tokens at one offset of their cells. A plain piece is a single view.
 
     Throughput is forward (backward) on one H200 with 65,536 tokens, and counts live pairs only. The
     patterns are every 8th key, ``fixed(128, 8)`` and blocks of 512. Dense attention with cuDNN
-    reaches 658 (544).
+    reaches 619 (539).
 
     Example:
         >>> from cqs.patterns import dilated

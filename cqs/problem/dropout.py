@@ -78,7 +78,7 @@ class Dropout:
             for ranges in (queries, keys)
         )
         streams = _draw(self.seed, torch.arange(3, device=device))
-        # Both numbers of a query at once: half as many operations, which take the host 5 us each.
+        # Multipliers and increments are drawn together: an operation takes the host 5 us.
         of_queries = _draw(_draw(_draw(streams[:2].view(-1, 1, 1, 1), batches), heads), rows)
         multiplier, increment = of_queries.unbind()
         return DropoutBits(multiplier, increment, _draw(streams[2], columns))
@@ -103,6 +103,7 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. int64
     arithmetic wraps around, as the unsigned arithmetic of the paper does.
     """
+    # The sum is a new tensor, which the other operations change in place.
     z = (number + 1) * _signed(0x9E3779B97F4A7C15) + state
     z = z.bitwise_xor_(_shift(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z = z.bitwise_xor_(_shift(z, 27)).mul_(_signed(0x94D049BB133111EB))

@@ -26,7 +26,7 @@ from cqs.problem.dropout import Dropout
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler import make_plan
 from cqs.worker.operands import TaskOperands
-from cqs.worker.triton import launch, rectangle_launch
+from cqs.worker.triton import launch, rectangle_launch, tile_sizes
 from cqs.worker.work import make_work
 
 TOKENS = 384
@@ -72,7 +72,7 @@ def compile_both_passes(
     dropout: Dropout | None = None,
     terms: ScoreTerms | None = None,
 ) -> None:
-    launch._is_for_hopper = lambda query: on_hopper
+    tile_sizes.is_for_hopper = lambda query: on_hopper
     whole = (range(TOKENS),)
     steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
     work = make_work(steps, pattern.bind(TOKENS), whole, whole, terms and terms.distance)
@@ -106,7 +106,7 @@ def compile_rectangles(
     is_causal: bool,
     num_tasks: int = 1,
 ) -> None:
-    launch._is_for_hopper = lambda query: True
+    tile_sizes.is_for_hopper = lambda query: True
     rectangle_launch._MIN_PAIRS = rectangle_launch._MIN_PAIRS_OF_SEVERAL = 0.0
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
@@ -128,7 +128,7 @@ def compile_rectangles(
 
 
 def compile_visits(dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int) -> None:
-    launch._is_for_hopper = lambda query: True
+    tile_sizes.is_for_hopper = lambda query: True
     rectangle_launch._MIN_VISITS = {64: 0, 128: 0}
     pattern = sliding_window(100, 100)
     queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
@@ -235,6 +235,6 @@ if __name__ == "__main__":
 
     JITFunction.run = bind_and_count
     launch.new_counter = lambda device: torch.zeros(4, dtype=torch.int32)
-    launch._num_processors = lambda device: 132
-    launch._is_tuned_for = lambda query: target == 90
+    launch.num_processors = tile_sizes.num_processors = lambda device: 132
+    tile_sizes.is_tuned_for = lambda query: target == 90
     compile_for_hopper() if target == 90 else compile_for_others()

@@ -84,12 +84,19 @@ def test_other_pairs_have_no_residues(pattern, lengths):
 )
 def test_residues_are_heads_if_queries_see_many_keys(pattern, is_faster):
     work = plan_work(16_384, 16_384, pattern=pattern)
-    assert find_residues(work, 16_384, 16_384).has_many_keys is is_faster
+    assert find_residues(work, 16_384, 16_384).is_faster is is_faster
 
 
-def test_several_tasks_have_no_residues():
+def test_three_tasks_together_have_no_residues():
     work = plan_work(240, 240, pattern=dilated(240, 240, 4), num_tasks=3)
     assert find_residues(work, 240, 240) is None
+
+
+def test_a_residue_of_one_row_unfolds_to_contiguous_memory():
+    found = find_residues(plan_work(240, 240, pattern=dilated(240, 240, 4)), 240, 240)
+    tensor = torch.randn(2, 3, 4, 8)
+    unfolded = found.unfold(found.fold(tensor, 1), 1)
+    assert torch.equal(unfolded, tensor) and unfolded.is_contiguous()
 
 
 # On a GPU
@@ -147,7 +154,7 @@ def test_gradients_are_deterministic(calls, monkeypatch):
 
     first = compute()
     for programs in (132, 131, 97, 64, 33) * 4:
-        monkeypatch.setattr(launch, "_num_processors", lambda _, programs=programs: programs)
+        monkeypatch.setattr(launch, "num_processors", lambda _, programs=programs: programs)
         assert all(map(torch.equal, first, compute()))
     assert len(calls[0]) == 21
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from cqs.worker.triton.descriptors import describe
 from cqs.worker.triton.forward import attend_tiles
 from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
-from cqs.worker.triton.hopper_pairs import LARGEST_SOFTCAP
 from cqs.worker.triton.rectangle_launch import (
     gradients_of_rectangles,
     gradients_of_visits,
@@ -30,6 +29,12 @@ from cqs.worker.triton.rectangle_launch import (
 )
 from cqs.worker.triton.residues import find_residues
 from cqs.worker.triton.statistics_launch import launch_row_statistics
+from cqs.worker.triton.tile_sizes import (
+    Tiles,
+    choose_tiles,
+    num_processors,
+    one_per_processor,
+)
 from cqs.worker.triton.tiles import (
     TILE_ROW_START,
     TILE_ROW_STOP,
@@ -68,8 +73,6 @@ _BOUNDING_CAPS = 16.0, 50.0
 
 Below, many scores are so close to the cap that a polynomial does not serve them. Beyond, exponents
 would exceed what leaves room for sums and large values in float32."""
-_MIN_ALIBI_SCALE = 2.0**-40
-"""Smallest factor on the scores with which the Hopper kernels compute ALiBi."""
 
 
 def attend_block_rows(
@@ -146,8 +149,8 @@ def gradients_of_block_rows(
     """Compute the gradients of all block rows' live pairs.
 
     There are two launches for each pair of steps: one for queries, one for keys and values. On
-    Hopper GPUs large rectangles, patterns without gaps and dilated patterns take one launch
-    instead, see :mod:`cqs.worker.triton.rectangle_launch`.
+    Hopper GPUs large rectangles, patterns without gaps and dilated patterns of many keys take one
+    launch instead, see :mod:`cqs.worker.triton.rectangle_launch`.
 
     Args:
         operands: Tensors and options; float16, bfloat16 or float32.
@@ -164,9 +167,9 @@ def gradients_of_block_rows(
     query, key, value, work, scale, *_ = operands
     _, num_heads, num_queries, head_dim = query.shape
     _, _, num_keys, value_dim = value.shape
-    tiles = _choose_tiles(operands, is_backward=True)
+    tiles = choose_tiles(operands, is_backward=True)
     if tiles.on_hopper and into is None:
-        of_rows = grad_output, output, lse, dtype, _num_processors(query.device)
+        of_rows = grad_output, output, lse, dtype, num_processors(query.device)
         if takes_visits(operands):
             return gradients_of_visits(operands, *of_rows)
         if takes_rectangle_kernel(operands):
@@ -220,10 +223,10 @@ def _gradients_of_residues(
         of_rows: The other arguments of ``gradients_of_rectangles``.
     """
     query, key, _, work, _, dropout, _, terms = operands
-    residues = find_residues(work, query.shape[2], key.shape[2])
-    if residues is None or not residues.has_many_keys:
-        return None
     if dropout is not None or terms is not None:
+        return None
+    residues = find_residues(work, query.shape[2], key.shape[2])
+    if residues is None or not residues.is_faster:
         return None
     folded = residues.fold_operands(operands)
     if takes_visits(folded):
@@ -235,118 +238,14 @@ def _gradients_of_residues(
     num_kv_heads = key.shape[1]
     *of_queries, dtype, num_processors = of_rows
     grad_output, output, lse = (residues.fold(each, num_kv_heads) for each in of_queries)
-    found = compute(folded, grad_output, output, lse, dtype, num_processors)
+    found = list(compute(folded, grad_output, output, lse, dtype, num_processors))
+    del folded, grad_output, output, lse  # with GQA they are copies
     return residues.unfold_gradients(found, num_kv_heads)
 
 
 _FORWARD_KERNELS = Launcher(attend_tiles), Launcher(attend_tiles_on_hopper)
 _QUERY_KERNELS = Launcher(query_gradients), Launcher(query_gradients_on_hopper)
 _KEY_KERNELS = Launcher(key_gradients), Launcher(key_gradients_on_hopper)
-
-
-class _Tiles(NamedTuple):
-    """Sizes of the tiles of a kernel, and the options that it is compiled with."""
-
-    on_hopper: bool
-    """Whether the kernels for Hopper GPUs compute; otherwise those for all GPUs."""
-    rows: int
-    """Rows of a tile."""
-    block: int
-    """Columns of a block."""
-    options: dict[str, int]
-
-
-_HOPPER_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-"""Keys of a block and stages of the forward kernel for Hopper GPUs, by the larger of head_dim and
-value_dim, rounded up. They take 160, 176 and 224 KiB of the 227 KiB of shared memory."""
-_LARGEST_HOPPER_DIMS = {False: 256, True: 128}
-"""Largest head_dim and value_dim of the kernels for Hopper GPUs, by backward pass: the buffers of
-larger ones would not fit shared memory."""
-
-# By backward pass, float32, and dims up to 128, 256 or 512. Larger dims and float32 have smaller
-# tiles, because tiles and blocks must fit shared memory.
-_PLAIN_TILES = {
-    (False, False, 128): (128, 128, 8, 2),
-    (False, False, 256): (128, 64, 8, 2),
-    (False, False, 512): (64, 32, 8, 1),
-    (False, True, 128): (64, 64, 4, 2),
-    (False, True, 256): (64, 32, 4, 2),
-    (False, True, 512): (32, 16, 8, 1),
-    (True, False, 128): (128, 64, 8, 2),
-    (True, False, 256): (64, 64, 8, 1),
-    (True, False, 512): (32, 32, 8, 1),
-    (True, True, 128): (64, 32, 4, 1),
-    (True, True, 256): (32, 32, 4, 1),
-    (True, True, 512): (16, 16, 8, 1),
-}
-"""Rows of a tile, columns of a block, warps and stages of the plain kernels."""
-_SMALL_TILES = _PLAIN_TILES | {
-    (False, False, 128): (64, 64, 4, 2),
-    (False, False, 256): (64, 32, 4, 1),
-    (False, False, 512): (32, 32, 4, 1),
-    (False, True, 128): (32, 32, 4, 1),
-    (False, True, 256): (32, 32, 4, 1),
-    (False, True, 512): (16, 16, 4, 1),
-    (True, False, 128): (64, 32, 4, 2),
-    (True, False, 256): (32, 32, 4, 1),
-    (True, False, 512): (16, 32, 4, 1),
-    (True, True, 128): (32, 16, 4, 1),
-    (True, True, 256): (16, 16, 4, 1),
-}
-"""The same for GPUs other than Hopper, never timed: they fit the 99 KiB of shared memory that
-compute capability 8.6, 8.9 and 12.x have, and the tensor memory of 10.x."""
-
-
-def _choose_tiles(operands: TaskOperands, is_backward: bool) -> _Tiles:
-    query = operands.query
-    width = max(triton.next_power_of_2(max(query.shape[-1], operands.value.shape[-1])), 64)
-    largest = _LARGEST_HOPPER_DIMS[is_backward]
-    if width <= largest and _is_for_hopper(query) and _hopper_kernels_support(operands):
-        if is_backward:
-            return _Tiles(True, 128, 64, {"STAGES": 3})  # with blocks of 64, 3 stages fit
-        block, num_stages = _HOPPER_BLOCKS[width]
-        return _Tiles(True, 128, block, {"CONSUMERS": 2, "STAGES": num_stages})
-    width = max(width, 128)
-    table = _PLAIN_TILES if _is_tuned_for(query) else _SMALL_TILES
-    rows, block, num_warps, num_stages = table[is_backward, query.dtype == torch.float32, width]
-    return _Tiles(False, rows, block, {"num_warps": num_warps, "num_stages": num_stages})
-
-
-def _persistent(num_items: int, device: torch.device) -> tuple[int]:
-    """Return a grid of one program for each multiprocessor, or for each item if they are fewer."""
-    return (min(num_items, _num_processors(device)),)
-
-
-def _num_processors(device: torch.device) -> int:
-    return int(_properties(device).multi_processor_count)
-
-
-@cache
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device)
-
-
-def _is_tuned_for(query: Tensor) -> bool:
-    """Return whether the tiles were timed on such a device; on a CPU the interpreter runs."""
-    return not query.is_cuda or _properties(query.device).major == 9
-
-
-def _is_for_hopper(query: Tensor) -> bool:
-    # wgmma takes half precision from shared memory.
-    is_half = query.dtype != torch.float32
-    return query.is_cuda and is_half and _properties(query.device).major == 9
-
-
-def _hopper_kernels_support(operands: TaskOperands) -> bool:
-    """Return whether the Hopper kernels support the options; otherwise the plain kernels do."""
-    terms = operands.terms
-    if operands.dropout is not None or (terms is not None and terms.bias is not None):
-        return False
-    if terms is None:
-        return True
-    # The slopes of ALiBi are divided by the scale.
-    is_scaled = terms.terms.alibi_slopes is None or abs(operands.scale) >= _MIN_ALIBI_SCALE
-    return is_scaled and terms.terms.softcap <= LARGEST_SOFTCAP
 
 
 def _bounds_exponents(operands: TaskOperands) -> bool:
@@ -388,16 +287,16 @@ class _Lists(NamedTuple):
         return int(np.searchsorted(-self.blocks, -limit))
 
 
-def _choose_forward_lists(operands: TaskOperands, *, packed: bool) -> tuple[_Tiles, list[_Lists]]:
+def _choose_forward_lists(operands: TaskOperands, *, packed: bool) -> tuple[Tiles, list[_Lists]]:
     """Return the tiles of a forward pass, and its launches."""
     query, _, value, work, _, _, _, terms = operands
-    tiles = _choose_tiles(operands, is_backward=False)
+    tiles = choose_tiles(operands, is_backward=False)
     num_rows = math.prod(query.shape[:3])
     if (
         tiles.on_hopper
         and terms is None
         and max(query.shape[-1], value.shape[-1]) <= 64
-        and num_rows >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * _num_processors(query.device)
+        and num_rows >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * num_processors(query.device)
         and _suits_three_consumers(work, tiles.block, packed)
     ):
         tiles = tiles._replace(rows=_ROWS_OF_THREE, options=tiles.options | {"CONSUMERS": 3})
@@ -462,7 +361,7 @@ def _make_lists(
 def _launch(
     kernels: tuple[Launcher, Launcher],
     operands: TaskOperands,
-    tiles: _Tiles,
+    tiles: Tiles,
     lists: _Lists,
     tensors: Sequence[Tensor],
     numbers: tuple[Any, ...],
@@ -528,7 +427,7 @@ def _launch(
                 constants["IS_BOUNDED"] = sinks is None and _bounds_exponents(operands)
         if tiles.on_hopper:
             (counter,) = added
-            grid = _persistent(num_items, query.device)
+            grid = one_per_processor(num_items, query.device)
             counts = num_tiles, lists.num_long(num_heads, *grid), num_items
             bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
             constants |= {"HAS_BITS": lists.mask_bits is not None, "num_warps": 4}

@@ -4,7 +4,6 @@ The backward kernel with five products, see hopper_rectangle.py, reads adjacent 
 residue are adjacent in a view of the tensors in which the residues of a head are heads.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,12 +29,13 @@ class Residues(NamedTuple):
     """Number of residues."""
     work: Work
     """The pairs of one residue, in the numbers of its own rows."""
+    num_keys: float
+    """Mean live keys of a query."""
 
     @property
-    def has_many_keys(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether queries see so many keys that the kernel with five products is faster."""
-        ((queries, views),) = self.work.block_rows
-        return sum(map(count_pairs, views)) >= _LEAST_KEYS * len(queries)
+        return self.num_keys >= _LEAST_KEYS
 
     def fold(self, tensor: Tensor, num_kv_heads: int) -> Tensor:
         """Return the residues of a tensor as heads, a view if its memory allows one.
@@ -53,7 +53,7 @@ class Residues(NamedTuple):
     def unfold(self, folded: Tensor, num_kv_heads: int) -> Tensor:
         """Return the contiguous tensor ``[batch, num_heads, rows, ...]`` of these residues."""
         parts: Tensor = folded.unflatten(1, (self.step, -1)).unflatten(0, (-1, num_kv_heads))
-        return parts.movedim(2, 4).flatten(3, 4).flatten(1, 2)
+        return parts.movedim(2, 4).flatten(3, 4).flatten(1, 2).contiguous()
 
     def fold_operands(self, operands: TaskOperands) -> TaskOperands:
         """Return operands of all residues, given some without dropout or score terms."""
@@ -61,11 +61,12 @@ class Residues(NamedTuple):
         query, key, value = (self.fold(each, num_kv_heads) for each in operands[:3])
         return operands._replace(query=query, key=key, value=value, work=self.work)
 
-    def unfold_gradients(
-        self, gradients: Sequence[Tensor], num_kv_heads: int
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value, given those of all residues."""
-        return tuple([self.unfold(each, num_kv_heads) for each in gradients])
+    def unfold_gradients(self, gradients: list[Tensor], num_kv_heads: int) -> list[Tensor]:
+        """Return the gradients of query, key and value; the list of all residues' is emptied."""
+        found: list[Tensor] = []
+        while gradients:  # one at a time, because both take memory
+            found.append(self.unfold(gradients.pop(0), num_kv_heads))
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -97,7 +98,8 @@ def find_residues(work: Work, num_queries: int, num_keys: int) -> Residues | Non
     if len(of_residues) < step or len(set(map(_in_own_rows, views))) > 1:
         return None
     of_one = _in_own_rows(views[0])
-    return Residues(step, Work((BlockRow(of_one.queries, (of_one,)),)))
+    work = Work((BlockRow(of_one.queries, (of_one,)),))
+    return Residues(step, work, count_pairs(of_one) / len(of_one.queries))
 
 
 def _in_own_rows(view: View) -> View:
