@@ -236,9 +236,9 @@ def _gradients_of_residues(
     else:
         return None
     num_kv_heads = key.shape[1]
-    *of_queries, dtype, num_processors = of_rows
+    *of_queries, dtype, num_programs = of_rows
     grad_output, output, lse = (residues.fold(each, num_kv_heads) for each in of_queries)
-    found = list(compute(folded, grad_output, output, lse, dtype, num_processors))
+    found = list(compute(folded, grad_output, output, lse, dtype, num_programs))
     del folded, grad_output, output, lse  # with GQA they are copies
     return residues.unfold_gradients(found, num_kv_heads)
 

@@ -92,7 +92,7 @@ def find_residues(work: Work, num_queries: int, num_keys: int) -> Residues | Non
     for view in views:
         queries, keys, *_, bits = view
         is_one = queries.step == keys.step == step and (keys.start - queries.start) % step == 0
-        if not is_one or bits is not None:
+        if not (is_one and queries) or bits is not None:
             return None
         of_residues.add(queries.start % step)
     if len(of_residues) < step or len(set(map(_in_own_rows, views))) > 1:
