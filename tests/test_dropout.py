@@ -140,6 +140,30 @@ def test_a_cluster_drops_the_same_pairs(cluster):
     )
 
 
+def splitmix64(state, number):
+    """Return element ``number`` of the sequence, in Python's integers."""
+    z = (state + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def test_masks_are_those_of_the_published_generator():
+    dropout = Dropout(0.3, seed=2**63 - 1, first_batch=1, first_head=4)
+    found = dropout.random_bits(
+        torch.empty(2, 3), [range(5, 7), range(90, 92)], [range(10**6, 10**6 + 3)]
+    )
+    multiplier, increment, key = (splitmix64(2**63 - 1, stream) for stream in range(3))
+    for bits, stream in zip(found, (multiplier, increment), strict=False):
+        for batch in range(2):
+            for head in range(3):
+                of_head = splitmix64(splitmix64(stream, 1 + batch), 4 + head)
+                expected = [splitmix64(of_head, row) for row in (5, 6, 90, 91)]
+                assert [number % 2**64 for number in bits[batch, head].tolist()] == expected
+    expected = [splitmix64(key, token) for token in range(10**6, 10**6 + 3)]
+    assert [number % 2**64 for number in found.key.tolist()] == expected
+
+
 def test_without_a_seed_pytorch_draws_one():
     tensors = [torch.randn(1, 2, 50, 16) for _ in range(3)]
     torch.manual_seed(3)

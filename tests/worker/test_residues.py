@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 import cqs
 from cqs.patterns import causal, dilated, from_mask, sliding_window, strided
+from cqs.patterns.views import View
 from cqs.worker.operands import TaskOperands
+from cqs.worker.work import BlockRow, Work
 
 pytest.importorskip("triton")
 
@@ -90,6 +92,11 @@ def test_residues_are_heads_if_queries_see_many_keys(pattern, is_faster):
 def test_three_tasks_together_have_no_residues():
     work = plan_work(240, 240, pattern=dilated(240, 240, 4), num_tasks=3)
     assert find_residues(work, 240, 240) is None
+
+
+def test_empty_views_have_no_residues():
+    views = tuple([View(range(0, 0, 2), range(0, 0, 2)), View(range(1, 1, 2), range(1, 1, 2))])
+    assert find_residues(Work((BlockRow(range(0), views),)), 0, 0) is None
 
 
 def test_a_residue_of_one_row_unfolds_to_contiguous_memory():
