@@ -4,7 +4,7 @@ import torch
 from support.exact import assert_tracks_exact
 
 from cqs.partial import Partial, RunningMerge, fused_merge
-from cqs.partial.fused_merge import merge_rows
+from cqs.partial.fused_merge import merge_rows, sum_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -45,6 +45,31 @@ def test_one_kernel_merges_as_one_by_one(num_parts, dtype, device):
     )
     assert_tracks_exact(answer.output, expected.output, exact.output)
     torch.testing.assert_close(answer.lse, expected.lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_one_kernel_sums_as_one_by_one(num_parts, dtype, device):
+    whole = [random_partial(50, torch.float16, device).output for _ in range(num_parts)]
+    parts = [(each, slice(None)) for each in whole]
+    strided = torch.randn(2, 3, 24, 20, device=device).mT
+    parts.append((strided, slice(30, 50)))
+    expected = sum(each.float() for each in whole)
+    expected[:, :, 30:] += strided
+    memory = torch.full((2, 3, 60, 24), torch.nan, dtype=dtype, device=device)
+    sum_rows(memory[:, :, 5:55], parts)
+    assert torch.equal(memory[:, :, 5:55], expected.to(dtype))
+    assert memory[:, :, :5].isnan().all() and memory[:, :, 55:].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_rows_without_a_part_are_zero(device):
+    total, part = torch.full((2, 1, 20, 8), torch.nan, device=device), torch.ones(2, 1, 5, 8)
+    part[:, :, 3] = torch.nan
+    sum_rows(total, 2 * [(part.to(device), slice(10, 15))])
+    assert (total[:, :, 10:13] == 2).all() and total[:, :, 13].isnan().all()
+    assert (total[:, :, :10] == 0).all() and (total[:, :, 15:] == 0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +132,7 @@ def test_parts_run_the_same_code_wherever_they_start(first, monkeypatch):
         parts.append((Partial(output, lse), slice(None)))
     tensors = []
     monkeypatch.setattr(
-        fused_merge._LAUNCHER, "launch", lambda found, *_, **__: tensors.extend(found)
+        fused_merge._MERGE_LAUNCHER, "launch", lambda found, *_, **__: tensors.extend(found)
     )
     merge_rows(Partial(output, torch.ones(2, 3, 10)), parts)
     assert [tensor.data_ptr() % 16 for tensor in tensors] == 6 * [0]

@@ -5,7 +5,7 @@ import torch
 from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 from benchmarks.cases import CASES
-from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials, merge_rows
+from cqs.partial import Partial, RunningMerge, lse_dtype, merge_partials, merge_rows, sum_rows
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
 
@@ -316,3 +316,20 @@ def test_partials_that_require_gradients_are_rejected(field):
         merge_partials(partials)
     with torch.no_grad():
         merge_partials(partials)
+
+
+@DTYPES
+@pytest.mark.parametrize("part_dtype", [torch.float32, None])
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 4)])
+def test_sums_of_gradients_are_those_of_their_accumulation_dtype(rows, number, part_dtype, dtype):
+    part_dtype = lse_dtype(dtype) if part_dtype else dtype
+    whole = [torch.randn(2, 3, 5, 4, dtype=part_dtype) for _ in range(number)]
+    parts = [(part[:, :, rows], rows) for part in whole]
+    storage = torch.full((2, 3, 10, 4), torch.nan, dtype=dtype)
+    sum_rows(storage[:, :, ::2], parts)
+    expected = torch.zeros(2, 3, 5, 4, dtype=lse_dtype(dtype))
+    for part in whole:
+        expected[:, :, rows] += part[:, :, rows]
+    assert torch.equal(storage[:, :, ::2], expected.to(dtype))
+    assert storage[:, :, 1::2].isnan().all()

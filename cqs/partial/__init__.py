@@ -256,6 +256,34 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         merge.finish()
 
 
+def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
+    """Write the sum of gradients into ``total``, added in their order in float32 or float64.
+
+    On a GPU one Triton kernel adds all of them, except in float64. On a CPU compiled loops do if
+    every part has all rows.
+
+    Args:
+        total: The sum, ``[batch, heads, rows, dim]``, in any dtype. Rows without a part get 0.
+        parts: Gradients ``[batch, heads, rows, dim]`` of some rows of ``total``, and these rows.
+    """
+    if parts and _adds_at_once(total):
+        from cqs.partial import fused_merge
+
+        with torch.cuda.device_of(total):
+            fused_merge.sum_rows(total, parts)
+        return
+    summands = [part for part, _ in parts if part.shape == total.shape]
+    if len(parts) == len(summands) > 1 and merges_in_loops(total):
+        from cqs.partial import cpu_merge
+
+        cpu_merge.sum_tensors(total, summands)
+        return
+    sums = torch.zeros_like(total, dtype=lse_dtype(total.dtype))
+    for part, rows in parts:
+        sums[:, :, rows] += part
+    total.copy_(sums)
+
+
 def _slice(partial: Partial, start: int, stop: int) -> Partial:
     if (start, stop) == (0, partial.lse.shape[2]):
         return partial
@@ -269,7 +297,11 @@ def merges_in_loops(output: Tensor) -> bool:
 
 def merges_at_once(answer: Partial) -> bool:
     """Return whether a single Triton kernel merges all partial outputs of ``answer``."""
-    return answer.output.is_cuda and answer.output.dtype != torch.float64 and has_triton()
+    return _adds_at_once(answer.output)
+
+
+def _adds_at_once(total: Tensor) -> bool:
+    return total.is_cuda and total.dtype != torch.float64 and has_triton()
 
 
 @cache

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from cqs.partial import Partial, lse_dtype, merge_rows, merges_in_loops
+from cqs.partial import Partial, merge_rows, sum_rows
 
 Part = tuple[slice, tuple[Tensor, ...]]
 """Rows of a group, and what a task has computed for them: output and LSE, or gradients."""
@@ -31,13 +30,4 @@ def sum_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
         answer: The sums, in any dtype; written to. They are formed in float32, or float64.
     """
     for i, total in enumerate(answer):
-        summands = [gradients[i] for _, gradients in parts]
-        if merges_in_loops(total) and len(summands) > 1:
-            from cqs.partial import cpu_merge
-
-            cpu_merge.sum_tensors(total, summands)
-            continue
-        sums = torch.zeros_like(total, dtype=lse_dtype(total.dtype))
-        for summand in summands:
-            sums += summand
-        total.copy_(sums)
+        sum_rows(total, [(gradients[i], rows) for rows, gradients in parts])

@@ -196,7 +196,7 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
 
 def by_heads(
     received: Tensor, route: Route, heads: HeadsOfRanks
-) -> dict[range, list[tuple[slice, Tensor]]]:
+) -> dict[range, list[tuple[Tensor, slice]]]:
     """Split results that were sent back to this rank by heads, and by rank and row range.
 
     Args:
@@ -205,15 +205,15 @@ def by_heads(
         heads: The heads that every rank sent back.
 
     Returns:
-        For each range of heads, rows of this rank's shard and their results ``[batch, heads, rows,
-        ...]``.
+        For each range of heads, results ``[batch, heads, rows, ...]`` and their rows of this rank's
+        shard.
     """
-    found: dict[range, list[tuple[slice, Tensor]]] = {of_rank: [] for of_rank in heads}
+    found: dict[range, list[tuple[Tensor, slice]]] = {of_rank: [] for of_rank in heads}
     first = 0
     for of_rank, ranges in zip(heads, route.sends, strict=True):
         for rows in ranges:
             part = received[:, :, first : first + len(rows)]
-            found[of_rank].append((slice(rows.start, rows.stop), part))
+            found[of_rank].append((part, slice(rows.start, rows.stop)))
             first += len(rows)
     return found
 

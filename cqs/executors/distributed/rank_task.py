@@ -19,7 +19,7 @@ from cqs.executors.distributed.layout import HeadChunk, Layout, Route, see_only
 from cqs.executors.distributed.transport.row_copies import copy_rows
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Pass, Transfer, Transport
-from cqs.partial import Gradients, Partial, lse_dtype, merge_rows
+from cqs.partial import Gradients, Partial, lse_dtype, merge_rows, sum_rows
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
@@ -293,7 +293,7 @@ class ChunkTask:
         for of_heads in outputs:
             parts = [
                 (Partial(output, lse), rows)
-                for (rows, output), (_, lse) in zip(outputs[of_heads], lses[of_heads], strict=True)
+                for (output, rows), (lse, _) in zip(outputs[of_heads], lses[of_heads], strict=True)
             ]
             if of_heads == heads[rank]:
                 parts += [] if self.own is None else [(self.own, slice(None))]
@@ -379,8 +379,4 @@ def _add_up(
         _place(targets, sent, [heads[n] for n in once], route, 0)
         for n in set(chosen).difference(once):
             for of_heads, parts in by_heads(received[n], route, heads[n]).items():
-                target = _select(gradients[n], of_heads)
-                total = target.new_zeros(target.shape, dtype=lse_dtype(target.dtype))
-                for rows, part in parts:
-                    total[:, :, rows] += part
-                target.copy_(total)
+                sum_rows(_select(gradients[n], of_heads), parts)

@@ -102,7 +102,7 @@ class _Merges:
         """Merge output and LSE that were sent back along a route."""
         outputs, lses = (by_heads(part, route, self._heads) for part in received)
         for heads, merge in self._merges.items():
-            for (rows, output), (_, lse) in zip(outputs[heads], lses[heads], strict=True):
+            for (output, rows), (lse, _) in zip(outputs[heads], lses[heads], strict=True):
                 merge.add(Partial(output, lse), rows)
 
     def finish(self) -> None:
@@ -130,7 +130,7 @@ class _Sums:
         for number, tensor in enumerate(received, side):
             for heads, parts in by_heads(tensor, route, self._heads[number]).items():
                 total = self._sums[number][heads][1]
-                for rows, part in parts:
+                for part, rows in parts:
                     total[:, :, rows] += part
 
     def finish(self) -> None:
