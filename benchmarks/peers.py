@@ -3,6 +3,7 @@
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,9 @@ from cqs.report.measurement import Measurement, append_rows, summarize
 from cqs.report.timing import make_timer, run_in_turn
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
+
+_CALLS_OF_LOOP, _SECONDS_OF_LOOP = 20, 0.4
+"""Most calls of a loop, and the time that those of slow computations take together."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> its computation."""
@@ -59,10 +63,11 @@ def run(
     """Verify and time all methods on the ranks that torchrun started: one GPU each, or CPUs.
 
     A time is that of the slowest rank, from a barrier on. GPUs are busy when a computation is
-    launched, as in the middle of a model. "call ms" is the host time of a call. "forward" is a
-    forward pass without gradients; "both" is a forward pass that saves state, and the backward
-    pass. FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal.
-    Efficiency is the time of one GPU, divided by the number of GPUs times this time.
+    launched, as in the middle of a model. "call ms" is the host time of a call, and "loop ms" the
+    time of a call in a loop of calls alone, which is about the longer one of the other two.
+    "forward" is a forward pass without gradients; "both" is a forward pass that saves state, and
+    the backward pass. FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of
+    it if causal. Efficiency is the time of one GPU, divided by the number of GPUs times this time.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
@@ -160,10 +165,11 @@ def measure(
         }
         calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
         seconds = time_together(passes, repeats, group, problem.query.device)
+        loops = time_loops(passes, seconds, group) if problem.query.is_cuda else {}
         if dist.get_rank(group) == 0:
             case = _case(problem) + ("" if backend is None else f"-{backend}")
             ranks = dist.get_world_size(group)
-            found = _rows(what, case, problem, seconds, calls, peaks, ranks)
+            found = _rows(what, case, problem, seconds, calls, loops, peaks, ranks)
             for row in found:
                 row.details.update(sent.get(row.executor, {}))
             append_rows(found, out)
@@ -310,13 +316,13 @@ def time_together(
     timer = make_timer(lambda: dist.all_reduce(signal, group=group))
 
     def timed(compute: Callable[[], Any]) -> Callable[[], float]:
-        def time() -> float:
+        def run() -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group)
             return timer.time(compute)[0]
 
-        return time
+        return run
 
     timed_passes = {name: timed(compute) for name, compute in passes.items()}
     turns = run_in_turn(timed_passes, repeats)
@@ -325,6 +331,34 @@ def time_together(
     slowest = torch.tensor(table, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return dict(zip(passes, slowest.tolist(), strict=True))
+
+
+def time_loops(
+    passes: dict[str, Callable[[], Any]], seconds: dict[str, list[float]], group: Any
+) -> dict[str, float]:
+    """Return the seconds of a call in a loop of calls on GPUs, between two waits for all of them.
+
+    Args:
+        passes: The computations, by name.
+        seconds: Seconds of each, equal on all ranks; they determine the number of calls.
+        group: The process group.
+    """
+    found = {}
+    for name, compute in passes.items():
+        number = max(
+            2, min(_CALLS_OF_LOOP, int(_SECONDS_OF_LOOP / statistics.median(seconds[name])))
+        )
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(number):
+            compute()
+        torch.cuda.synchronize()
+        found[name] = (time.perf_counter() - start) / number
+    slowest = torch.tensor(list(found.values()), dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return dict(zip(found, slowest.tolist(), strict=True))
 
 
 def _case(problem: Problem) -> str:
@@ -339,6 +373,7 @@ def _rows(
     problem: Problem,
     seconds: dict[str, list[float]],
     calls: dict[str, float],
+    loops: dict[str, float],
     peaks: dict[str, int],
     num_ranks: int,
 ) -> list[Measurement]:
@@ -362,7 +397,7 @@ def _rows(
             details["efficiency"] = 1 / (ratio * ranks)
         if problem.query.is_cuda:
             details["peak_bytes"] = peaks[name]
-            details["call_ms"] = 1e3 * calls[name]
+            details |= {"call_ms": 1e3 * calls[name], "loop_ms": 1e3 * loops[name]}
         rows.append(
             Measurement(
                 benchmark=f"peers {what}",
@@ -391,6 +426,7 @@ COLUMNS: dict[str, Callable[[Measurement], object]] = {
         f"{100 * row.details['efficiency']:.1f} %" if "efficiency" in row.details else "-"
     ),
     "call ms": lambda row: f"{row.details['call_ms']:.2f}" if "call_ms" in row.details else "-",
+    "loop ms": lambda row: f"{row.details['loop_ms']:.2f}" if "loop_ms" in row.details else "-",
     "MiB per rank": lambda row: (
         f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
     ),

@@ -9,6 +9,7 @@ from torch import Tensor
 import cqs
 from cqs.executors import known_calls
 from cqs.patterns import Pattern, dilated, documents, from_mask, per_head, sliding_window, strided
+from cqs.worker.backends import BACKENDS
 
 MASK = torch.rand(1, 1, 70, 70, generator=torch.Generator().manual_seed(3)) < 0.3
 PATTERNS = {
@@ -47,21 +48,76 @@ def test_results_are_those_of_the_general_path(
             assert torch.equal(one, other)
 
 
+DEVICES = pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", None), ("cpu", "triton"), pytest.param("cuda", None, marks=pytest.mark.gpu)],
+)
+
+
+@DEVICES
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["dense", "window", "dilated", "mask", "two heads"])
+def test_launches_are_those_of_the_general_path(
+    name: str, is_causal: bool, device: str, backend: str | None
+) -> None:
+    query, key, value = (each.to(device) for each in draw(dtype=torch.float16))
+    options = {"is_causal": is_causal, "backend": backend, "return_lse": True}
+    cases = [(key, value, PATTERNS[name])]
+    if name == "dense":  # unequal lengths, and memory that must be copied for TMA
+        cases.append((key[:, :, 3:40], value[:, :, 3:40].mT.contiguous().mT, None))
+    for key, value, pattern in cases:
+        for _ in range(2):
+            found = cqs.attention(query, key, value, pattern=pattern, **options)
+            general = cqs.attention(query, key, value, pattern=pattern, num_tasks=1, **options)
+            assert all(map(torch.equal, found, general))
+
+
+@DEVICES
 def test_known_calls_skip_the_checks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: str,
+    backend: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="cqs")  # logged calls are not known
-    tensors, pattern = draw(), sliding_window(11, 3)
-    wanted = cqs.attention(*tensors, pattern=pattern)
+    tensors = [each.to(device) for each in draw()]
+    options = {"pattern": sliding_window(11, 3), "backend": backend}
+    wanted = cqs.attention(*tensors, **options)
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(known_calls, "check_problem", fail)
     monkeypatch.setattr(cqs.api, "check_problem", fail)
-    assert torch.equal(cqs.attention(*tensors, pattern=pattern), wanted)
+    assert torch.equal(cqs.attention(*tensors, **options), wanted)
     with pytest.raises(AssertionError):
-        cqs.attention(*draw(71), pattern=pattern)
+        cqs.attention(*(each.to(device) for each in draw(71)), **options)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_calls_without_memory_take_the_general_path(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, options = draw(), {"pattern": sliding_window(11, 3), "backend": backend}
+    wanted = cqs.attention(*tensors, **options)
+    attend, failures = BACKENDS[backend].attend, [torch.OutOfMemoryError("once")]
+
+    def fail_once(*args: object, **kwargs: object) -> object:
+        if failures:
+            raise failures.pop()
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(BACKENDS[backend], "attend", fail_once)
+    assert torch.equal(cqs.attention(*tensors, **options), wanted)
+    assert not failures
+
+
+def test_deterministic_algorithms_take_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = draw()
+    wanted = cqs.attention(*tensors)
+    monkeypatch.setattr(known_calls, "_find_call", None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch.equal(cqs.attention(*tensors), wanted)
 
 
 def test_gradients_are_recorded() -> None:

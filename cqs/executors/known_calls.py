@@ -1,7 +1,8 @@
-"""Problems on the CPU that are one call of a kernel, and that are known from an earlier call.
+"""Problems that are one call of a kernel, and that are known from an earlier call.
 
-Checks, plan and choice of a backend depend on sizes, dtypes and options alone. They take 0.1 ms,
-as long as the kernel takes for a hundred tokens, so they are done once for each of these.
+Checks, plan and choice of a backend depend on sizes, dtypes, device and options alone. They take
+0.1 ms, as long as a CPU takes for a hundred tokens and a GPU for two thousand, so they are done
+once for each of these.
 """
 
 from functools import lru_cache
@@ -13,14 +14,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from cqs.executors.contract import Planned
-from cqs.executors.local import find_single_call
+from cqs.executors.local import Attend, find_call
 from cqs.executors.observe import is_observed
 from cqs.partial import Partial
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
-from cqs.worker import CallBackend
-from cqs.worker.calls import attend_call
-from cqs.worker.operands import Operands
 
 
 def attend_known(
@@ -38,8 +36,9 @@ def attend_known(
     Arguments are those of :func:`cqs.attention`.
 
     Returns:
-        Output and LSE, or ``None`` if all checks must be made, several calls are needed, or
-        gradients, autocast, transforms or observers are active.
+        Output and LSE, or ``None`` if all checks must be made, several calls or more memory are
+        needed, or gradients, autocast, transforms, observers or deterministic algorithms are
+        active.
     """
     if not (
         _is_plain(query)
@@ -51,42 +50,59 @@ def attend_known(
         and (pattern is None or isinstance(pattern, Pattern))
     ):
         return None
-    if forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu") or is_observed():
+    if (
+        forward_ad._current_level >= 0
+        or torch.is_autocast_enabled(query.device.type)
+        or torch.are_deterministic_algorithms_enabled()  # which backends are left, may change
+        or is_observed()
+    ):
         return None
-    found = _find_call(
+    attend = _find_call(
         (query.shape, key.shape, value.shape),
         (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
         (is_causal, scale, pattern, enable_gqa, backend),
     )
-    if found is None:
+    if attend is None:
         return None
-    chosen, of_call = found
-    return attend_call(chosen, Operands(query, key, value, *of_call))
+    try:
+        return attend(query, key, value)
+    except torch.OutOfMemoryError:  # the executor explains it
+        return None
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is dense, on the CPU, and records no gradient."""
+    """Return whether a tensor is dense, on the CPU or a GPU, and records no gradient."""
     return (
         type(tensor) is Tensor
-        and tensor.is_cpu
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor._is_zerotensor() or is_functorch_wrapped_tensor(tensor))
+        and not (
+            tensor.is_nested
+            or tensor._is_zerotensor()
+            or tensor.is_neg()
+            or is_functorch_wrapped_tensor(tensor)
+        )
         and not (tensor.requires_grad and torch.is_grad_enabled())
     )
 
 
 @lru_cache(maxsize=64)
 def _find_call(
-    sizes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], options: tuple[Any, ...]
-) -> tuple[CallBackend, tuple[Any, ...]] | None:
-    """Return the backend of the only call, and its operands besides query, key and value.
+    sizes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    options: tuple[Any, ...],
+) -> Attend | None:
+    """Return what computes such a problem in one call, or None if several are needed.
 
     Raises:
         Exception: An argument is wrong; see :func:`cqs.attention`.
     """
-    like = (torch.zeros((), dtype=dtype, device="cpu") for dtype in dtypes)
-    tensors = [each.expand(size) for each, size in zip(like, sizes, strict=True)]
-    query, key, value = tensors
+    query, key, value = (
+        torch.empty((), dtype=dtype, device=device).expand(size)
+        for size, dtype, device in zip(sizes, dtypes, devices, strict=True)
+    )
     is_causal, scale, pattern, enable_gqa, backend = options
     problem = check_problem(
         query,
@@ -98,10 +114,6 @@ def _find_call(
         enable_gqa=enable_gqa,
     )
     is_changed = (problem.query.shape, problem.key.shape, problem.value.shape) != sizes
-    if is_changed or problem.differs_by_head or not query.numel():
+    if is_changed or problem.differs_by_head or not query.numel() or not key.numel():
         return None
-    found = find_single_call(Planned(problem, problem.make_plan(1), backend))
-    if found is None:
-        return None
-    chosen, operands = found
-    return chosen, operands[3:]
+    return find_call(Planned(problem, problem.make_plan(1), backend))

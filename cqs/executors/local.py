@@ -1,5 +1,6 @@
 """The executor that computes all tasks of a plan in this process."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -26,7 +27,7 @@ from cqs.worker.calls import (
     with_kept_mask,
 )
 from cqs.worker.memory import memory_of
-from cqs.worker.operands import Operands
+from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.work import make_work
 
 
@@ -142,17 +143,35 @@ def _only_call(plan: Plan) -> Call | None:
     return with_kept_mask(call) if call.view.keys == keys else None
 
 
-def find_single_call(part: Planned) -> tuple[CallBackend, Operands] | None:
-    """Return the backend and the operands if one call computes a whole problem, else None.
+Attend = Callable[[Tensor, Tensor, Tensor], Partial]
+"""Computes output and LSE of query, key and value."""
 
-    The call does not add sinks.
+
+def find_call(part: Planned) -> Attend | None:
+    """Return what computes problems like this one, if one call of a backend does, else None.
+
+    Args:
+        part: A problem without dropout and score terms; only the values of later ones may differ.
 
     Raises:
         NotImplementedError: The named backend does not support the tensors.
     """
     problem, plan, backend = part
-    work = _work_of(plan)
-    return _single_call(problem, plan, work, Worker.of(problem, backend, work.steps).chosen)
+    work, scale = _work_of(plan), problem.scale
+    chosen = Worker.of(problem, backend, work.steps).chosen
+    if isinstance(chosen, TaskBackend):
+        rows = ((range(each.shape[2]),) for each in (problem.query, problem.key))
+        of_rows = make_work(_together(problem, plan), problem.bound_pattern, *rows)
+
+        def launch(query: Tensor, key: Tensor, value: Tensor) -> Partial:
+            return chosen.attend(TaskOperands(query, key, value, of_rows, scale), is_united=True)
+
+        return launch
+    single = _single_call(problem, plan, work, chosen)
+    if single is None:
+        return None
+    of_kernel, (_, _, _, *options) = single
+    return lambda *tensors: attend_call(of_kernel, Operands._make((*tensors, *options)))
 
 
 def _single_call(

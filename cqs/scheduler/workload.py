@@ -121,7 +121,7 @@ class Workload:
             ...     for tokens in (2**14, 2**15, 2**18)
             ...     for is_backward in (False, True)
             ... ]
-            [2, 2, 2, 4, 4, 2]
+            [1, 1, 2, 4, 4, 2]
         """
         num_tasks = num_devices // head_parallel
         kv_heads = self.part(head_parallel).kv_heads
