@@ -7,25 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.arguments import as_bool, as_integer, with_advice
+from cqs.arguments import as_integer, with_advice
 from cqs.executors.distributed.agreement import errors_shared
+from cqs.executors.distributed.checked_call import (
+    FIXED,
+    check_call,
+    check_capture,
+    joined_group,
+    values_of,
+)
 from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
-from cqs.executors.distributed.joint import JointRows, JointTokens
-from cqs.executors.distributed.operator import DrawnSeed, define_operator, place_in_graph
+from cqs.executors.distributed.joint import JointTokens
+from cqs.executors.distributed.operator import define_operator, place_in_graph
 from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
-from cqs.problem import Problem, check_problem
-from cqs.problem.masks import check_is_pattern
-from cqs.problem.score_terms import ScoreTerms
+from cqs.problem import check_problem
 from cqs.problem.scores import Scores, take_apart
-from cqs.scheduler.head_groups import why_not_head_parallel
-from cqs.scheduler.kinds import Kind, check_kind
-from cqs.scheduler.machines import Links
+from cqs.scheduler.kinds import Kind
 from cqs.uncompiled import replaced_in_graphs, uncompiled
-from cqs.worker.backends import check_backend_name
-from cqs.worker.cuda_graphs import is_captured
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -222,32 +223,32 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    joined = _joined(group_of(group, query))
-    with errors_shared(joined):
-        shards, mesh = to_local(query, key, value)
-        joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
-        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-        problem, values = _check(
-            *shards,
-            joint=joint.rows,
-            group=joined,
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            scores=scores,
-            head_parallel=head_parallel,
-            num_chunks=num_chunks,
-            plan=plan,
-            links=links,
-            max_bytes=max_bytes,
-            backend=backend,
-            return_lse=return_lse,
-            verify=verify,
-        )
-    answer = prepared_calls(joined, values).attend(joined, problem)
-    return _to_result(answer, query, mesh, joint, return_lse)
+    call = check_call(
+        query,
+        key,
+        value,
+        group=group,
+        joint_query=joint_query,
+        joint_key=joint_key,
+        joint_value=joint_value,
+        joint_position=joint_position,
+        is_causal=is_causal,
+        pattern=pattern,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+        scores=scores,
+        head_parallel=head_parallel,
+        num_chunks=num_chunks,
+        plan=plan,
+        links=links,
+        max_bytes=max_bytes,
+        backend=backend,
+        return_lse=return_lse,
+        verify=verify,
+    )
+    answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
+    return _to_result(answer, query, call.mesh, call.joint, return_lse)
 
 
 _operator = define_operator(attention)
@@ -318,32 +319,32 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    joined = _joined(group_of(group, query))
-    with errors_shared(joined):
-        shards, _ = to_local(query, key, value)
-        joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
-        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-        problem, values = _check(
-            *shards,
-            joint=joint.rows,
-            group=joined,
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=None,
-            scores=scores,
-            head_parallel=head_parallel,
-            num_chunks=num_chunks,
-            plan=plan,
-            links=links,
-            max_bytes=max_bytes,
-            backend=backend,
-            return_lse=return_lse,
-            verify=verify,
-        )
-    prepared_calls(joined, values).prepare(joined, problem)
-    return PreparedAttention(joined, values)
+    call = check_call(
+        query,
+        key,
+        value,
+        group=group,
+        joint_query=joint_query,
+        joint_key=joint_key,
+        joint_value=joint_value,
+        joint_position=joint_position,
+        is_causal=is_causal,
+        pattern=pattern,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=None,
+        scores=scores,
+        head_parallel=head_parallel,
+        num_chunks=num_chunks,
+        plan=plan,
+        links=links,
+        max_bytes=max_bytes,
+        backend=backend,
+        return_lse=return_lse,
+        verify=verify,
+    )
+    prepared_calls(call.group, call.values).prepare(call.group, call.problem)
+    return PreparedAttention(call.group, call.values)
 
 
 class PreparedAttention:
@@ -390,7 +391,7 @@ class PreparedAttention:
             ValueError: A tensor differs from those that were prepared, or ranks differ; other
                 errors are those of :func:`attention`.
         """
-        values, group = self._values, _joined(self._group)
+        values, group = self._values, joined_group(self._group)
         with errors_shared(group):
             shards, mesh = to_local(query, key, value)
             scale, dropout_p = values["scale"], values["dropout_p"]
@@ -400,117 +401,17 @@ class PreparedAttention:
             shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
             options = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
             problem = check_problem(*shards, scale=scale, is_shard=True, **options)
-            found = _of_tensors(shards[0], problem)
-            for name in _FIXED:
+            found = values_of(shards[0], problem)
+            for name in FIXED:
                 if found[name] != values[name]:
                     raise ValueError(
                         f"{name} must be as prepared, {values[name]}, got {found[name]}"
                     )
             seed = None if seed is None else as_integer("seed", seed, 0)
             values = values | found | {"seed": seed, "joint tokens": joint.rows}
-            _check_capture(values)
+            check_capture(values)
         answer = prepared_calls(group, values).attend(group, problem)
         return _to_result(answer, query, mesh, joint, values["return_lse"])
-
-
-_FIXED = (
-    *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
-)
-"""Values of a call's tensors that are the same in all calls of a :class:`PreparedAttention`."""
-
-
-def _of_tensors(query: Tensor, problem: Problem) -> dict[str, Any]:
-    """Return the values of a call's tensors that must be equal on all ranks.
-
-    Args:
-        query: The query that was passed, before a head_dim of 0 is padded with zeros.
-        problem: The checked problem.
-    """
-    shape, key, value = problem.query.shape, problem.key, problem.value
-    terms = problem.terms or ScoreTerms()
-    return {
-        "batch": shape[0],
-        "num_heads": shape[1],
-        "num_kv_heads": key.shape[1],
-        "head_dim": query.shape[3],
-        "value_dim": value.shape[3],
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "has_sinks": problem.sinks is not None,
-        "softcap": terms.softcap,
-        "score_terms": tuple(sorted(terms.names)),
-        "bias": None if terms.bias is None else (*terms.bias.shape[:2], terms.bias.shape[3]),
-        "requires_grad": problem.requires_grad,
-        "is_captured": is_captured(query.device),
-    }
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    joint: JointRows,
-    group: Any,
-    is_causal: bool,
-    pattern: Pattern | None,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | None,
-    scores: Scores | None,
-    head_parallel: int | str,
-    num_chunks: int | None,
-    plan: Kind | str | None,
-    links: Iterable[float] | None,
-    max_bytes: int | None,
-    backend: str | None,
-    return_lse: bool,
-    verify: bool,
-) -> tuple[Problem, dict[str, Any]]:
-    """Validate the arguments of :func:`attention` on this rank.
-
-    Returns:
-        The problem of this rank's shards, and the arguments that must be equal on all ranks.
-    """
-    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
-    problem = check_problem(query, key, value, scale=scale, is_shard=True, **options)
-    check_backend_name(backend)
-    if f"{query.device.type}:" not in (config := dist.get_backend_config(group)):
-        raise ValueError(f"query must be on a device of the group ({config}), got {query.device}")
-    if pattern is not None:
-        check_is_pattern(pattern)
-    default_plan = None if links is None else "any"
-    values: dict[str, Any] = {
-        "call": "attention",
-        **_of_tensors(query, problem),
-        "is_causal": as_bool("is_causal", is_causal),
-        "pattern": pattern,
-        "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
-        "dropout_p": float(dropout_p),
-        "seed": None
-        if seed is None or isinstance(seed, DrawnSeed)
-        else as_integer("seed", seed, 0),
-        "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
-        "head_parallel": _check_head_parallel(head_parallel, group.size(), problem, pattern),
-        "links": None if links is None else Links.check(links),
-        "max_bytes": None if max_bytes is None else as_integer("max_bytes", max_bytes, 1),
-        "plan": default_plan if plan is None else check_kind(plan, "plan"),
-        "joint tokens": joint,
-        "backend": backend,
-        "return_lse": as_bool("return_lse", return_lse),
-        "verify": as_bool("verify", verify),
-    }
-    _check_capture(values)
-    return problem, values
-
-
-def _check_capture(values: dict[str, Any]) -> None:
-    if values["verify"] and values["is_captured"]:
-        raise ValueError(
-            "verify must be False while a CUDA graph is captured, got True: verify a call "
-            "before the capture"
-        )
 
 
 def _to_result(
@@ -526,47 +427,3 @@ def _to_result(
         return Partial(output, joint.gather(lse) if return_lse else lse).to_result(return_lse)
     output, lse = (as_dtensor(each, query, mesh) for each in answer)
     return Partial(output, lse).to_result(return_lse)
-
-
-def _joined(group: Any) -> Any:
-    """Return a group that this process has joined, or raise TypeError or ValueError.
-
-    Args:
-        group: The process group; ``None`` means the default group.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
-    if group is None:
-        return dist.group.WORLD
-    rule = f"group must be one that rank {dist.get_rank()}, this process, has joined"
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        advice = "call this on the ranks of the group only"
-        raise TypeError(f"{rule}, got GroupMember.NON_GROUP_MEMBER: {advice}")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
-    try:
-        dist.get_rank(group)
-    except ValueError as unknown:
-        raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
-    return group
-
-
-def _check_head_parallel(
-    head_parallel: int | str, num_ranks: int, problem: Problem, pattern: Pattern | None
-) -> int | str:
-    """Return the head-parallel degree or ``"auto"``, or raise TypeError or ValueError."""
-    differ = pattern is not None and pattern.heads[1] > 1
-    if head_parallel == "auto":
-        return 1 if differ else "auto"
-    if isinstance(head_parallel, str):
-        raise ValueError(f"head_parallel must be an integer or 'auto', got {head_parallel!r}")
-    number = as_integer("head_parallel", head_parallel, 1)
-    reason = why_not_head_parallel(number, num_ranks, problem.query.shape[1], problem.key.shape[1])
-    if differ and number > 1:
-        reason = "heads with different patterns are computed one by one"
-    if reason is not None:
-        raise ValueError(f"head_parallel must be a supported degree, got {number}: {reason}")
-    return number
