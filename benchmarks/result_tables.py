@@ -229,6 +229,19 @@ def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> 
     return to_markdown(header, rows, num_labels=2)
 
 
+def peer_loops() -> str:
+    """Milliseconds of a call of every method in a loop of calls, on two and four GPUs."""
+    methods, rows = ("cqs", "ring", "all-gather", "ulysses", "torch"), []
+    for number in (2, 4):
+        for label, passes, of_case in _cases(
+            rows_of(f"peers-h100-x{number}-loops"), "h16-kv16-d128"
+        ):
+            times = [f"{of_case[method]['details']['loop_ms']:.2f}" for method in methods]
+            rows.append([number, label, passes, *mark_best(times, min)])
+    header = ["GPUs", "tokens", "pass", *(f"`{method}`" for method in methods)]
+    return to_markdown(header, rows, num_labels=3)
+
+
 def video_lengths() -> str:
     """Milliseconds of every method on four GPUs, for lengths and heads of video models."""
     found: dict[tuple[int, int, str], dict[str, str]] = {}
@@ -885,6 +898,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", ("one",), 2),
     "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", ("one",), 2),
     "peers-video": video_lengths,
+    "peers-loops": peer_loops,
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
     "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
     "networks": partial(networks, 8),

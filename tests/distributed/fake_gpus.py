@@ -15,15 +15,19 @@ from contextlib import nullcontext
 
 import torch
 
+from cqs.executors.distributed.transport import cuda_driver
+
 _here = threading.local()
 """World, rank, current stream and captured graph of this thread."""
 
+_PATIENCE = 60
+"""Seconds without an operation after which all streams count as waiting; imports may take long."""
 _streams = weakref.WeakValueDictionary()
 """Stream by its ``cuda_stream``, the number that driver calls pass."""
 
 
 class Deadlock(AssertionError):
-    """Every stream waits, and no thread has queued an operation for 10 s."""
+    """Every stream waits, and no thread has queued an operation for a minute."""
 
 
 class Stream:
@@ -154,7 +158,7 @@ class World:
         while any(thread.is_alive() for thread in threads) or not self._is_done():
             if self._step():
                 idle_since = time.monotonic()
-            elif self.errors or time.monotonic() > idle_since + 10:
+            elif self.errors or time.monotonic() > idle_since + _PATIENCE:
                 state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
                 self.errors.append(Deadlock(state))  # rank, and operations run and queued
                 self.barrier.abort()
@@ -167,9 +171,9 @@ class World:
     def swap(self, own):
         """Return the numbers of all ranks in rank order, as a collective on the CPU."""
         self.passed[_here.rank] = list(own)
-        self.barrier.wait(30)
+        self.barrier.wait(_PATIENCE)
         found = [number for numbers in self.passed for number in numbers]
-        self.barrier.wait(30)
+        self.barrier.wait(_PATIENCE)
         return found
 
     def _run_rank(self, program, rank):
@@ -242,7 +246,7 @@ def later(function):
 
 
 def make_driver():
-    """Return a double of ``cuda.bindings.driver``: memory, IPC handles, copies and flags."""
+    """Return a double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
     blocks = {}
 
     def write_flag(address, value):
@@ -254,50 +258,39 @@ def make_driver():
     def allocate(num_bytes):
         block = torch.full((num_bytes,), 255, dtype=torch.uint8)
         blocks[block.data_ptr()] = block
-        return 0, block.data_ptr()
+        return block.data_ptr()
 
     def free(address):
         blocks[address].fill_(254)  # kept, so that a read after the free finds wrong values
-        return (0,)
-
-    def get_handle(address):
-        return 0, types.SimpleNamespace(reserved=address.to_bytes(64, "little"))
 
     def reset_flags(address, value, num_flags):
         for i in range(num_flags):
             write_flag(address + 4 * i, value)
 
-    def queue_reset(address, value, num_flags, stream):
-        _streams[stream].enqueue(lambda: reset_flags(address, value, num_flags))
-        return (0,)
+    def fill_words(address, value, number, stream):
+        _streams[stream].enqueue(lambda: reset_flags(address, value, number))
 
     def copy(target, source, num_bytes, stream):
         _streams[stream].enqueue(lambda: ctypes.memmove(target, source, num_bytes))
-        return (0,)
 
-    def wait_value(stream, address, value, mode):
-        _streams[stream].enqueue(is_ready=lambda: read_flag(address) >= value)
-        return (0,)
+    def wait_word(stream, address, least):
+        _streams[stream].enqueue(is_ready=lambda: read_flag(address) >= least)
 
-    def write_value(stream, address, value, mode):
+    def write_word(stream, address, value):
         _streams[stream].enqueue(lambda: write_flag(address, value))
-        return (0,)
 
     return types.SimpleNamespace(
-        CUipcMemHandle=types.SimpleNamespace,
-        CUstreamCaptureMode=types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
-        CUipcMem_flags=types.SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
-        CUstreamWaitValue_flags=types.SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
-        cuMemAlloc=allocate,
-        cuMemFree=free,
-        cuMemsetD32Async=queue_reset,
-        cuMemcpyAsync=copy,
-        cuIpcGetMemHandle=get_handle,
-        cuIpcOpenMemHandle=lambda handle, flags: (0, int.from_bytes(handle.reserved, "little")),
-        cuIpcCloseMemHandle=lambda address: (0,),
-        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
-        cuStreamWaitValue32=wait_value,
-        cuStreamWriteValue32=write_value,
+        HANDLE_BYTES=cuda_driver.HANDLE_BYTES,
+        allocate=allocate,
+        free=free,
+        export_memory=lambda base: base.to_bytes(cuda_driver.HANDLE_BYTES, "little"),
+        open_memory=lambda handle: int.from_bytes(handle, "little"),
+        close_memory=lambda address: None,
+        fill_words=fill_words,
+        copy=copy,
+        wait_word=wait_word,
+        write_word=write_word,
+        relax_capture=lambda: None,
     )
 
 

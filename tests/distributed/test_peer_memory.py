@@ -171,7 +171,6 @@ def make_world(num_ranks, seed):
 
 @pytest.fixture
 def peer_memory(monkeypatch):
-    pytest.importorskip("cuda.bindings")
     from cqs.executors.distributed.transport import ipc_memory, peer_memory
 
     fake_gpus.install(monkeypatch)
@@ -181,8 +180,8 @@ def peer_memory(monkeypatch):
     as_bytes = ipc_memory.as_bytes
     driver, streams_made = fake_gpus.make_driver(), {}
     for module, name, value in (
-        (peer_memory, "driver", driver),
-        (ipc_memory, "driver", driver),
+        (peer_memory, "cuda_driver", driver),
+        (ipc_memory, "cuda_driver", driver),
         (peer_memory, "dist", of_group),
         (peer_memory, "_WATCH_SECONDS", 0.01),
         (peer_memory, "_RELEASED_SECONDS", 0.01),
@@ -651,10 +650,9 @@ def test_replays_that_wait_for_a_failed_rank_can_be_released(peer_memory, monkey
 
 
 def test_gpus_that_do_not_reach_each_other_are_not_connected(peer_memory, monkeypatch):
-    def open_handle(handle, flags):
-        return (int(current_rank() == 1), 1)
-
-    monkeypatch.setattr(peer_memory.driver, "cuIpcOpenMemHandle", open_handle)
+    monkeypatch.setattr(
+        peer_memory.cuda_driver, "open_memory", lambda handle: int(current_rank() != 1)
+    )
     world, found = make_world(3, 0), []
     world.run(lambda rank: found.append(peer_memory.connect_peers(world.groups[rank], GPU)))
     assert found == [None, None, None]
@@ -663,12 +661,12 @@ def test_gpus_that_do_not_reach_each_other_are_not_connected(peer_memory, monkey
 def test_all_ranks_raise_if_one_has_no_memory(peer_memory, monkeypatch):
     call = draw_calls(random.Random(0), 2)[0] | {"lengths": (20, 20), "gradients": False}
     tensors, world, messages = draw_tensors(call), make_world(2, 0), []
-    allocate = peer_memory.driver.cuMemAlloc
+    allocate = peer_memory.cuda_driver.allocate
 
     def allocate_little(num_bytes):
-        return (2, 0) if current_rank() == 1 and num_bytes > limit[0] else allocate(num_bytes)
+        return 0 if current_rank() == 1 and num_bytes > limit[0] else allocate(num_bytes)
 
-    monkeypatch.setattr(peer_memory.driver, "cuMemAlloc", allocate_little)
+    monkeypatch.setattr(peer_memory.cuda_driver, "allocate", allocate_little)
     set_least_bytes(monkeypatch, 512)
     limit = [600]
 

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.executors.distributed.agreement import barrier, swap
+from cqs.executors.distributed.transport import cuda_driver
 
 _LEAST_BYTES = 1 << 21
 """Smallest allocation in bytes, a page of 2 MiB. An IPC handle opens whole pages: a smaller buffer
 would expose other memory of the process."""
-_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class IpcMemory:
@@ -78,11 +77,13 @@ class IpcMemory:
                 self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
             handles = swap(control, handle)
+            of_ranks = [
+                bytes(handles[first : first + len(handle)])
+                for first in range(0, len(handles), len(handle))
+            ]
             self.addresses = [
-                open_memory(bytes(handles[other * len(handle) : (other + 1) * len(handle)]))
-                if other != self.rank
-                else address
-                for other in range(control.size())
+                address if rank == self.rank else cuda_driver.open_memory(of_rank)
+                for rank, of_rank in enumerate(of_ranks)
             ]
         # One rank without memory or access would leave the others with buffers of different sizes.
         if all(swap(control, [all(self.addresses)])):
@@ -128,7 +129,7 @@ class IpcMemory:
         with torch.cuda.device(self._device):
             for rank, address in enumerate(self.addresses):
                 if rank != self.rank and address:
-                    driver.cuIpcCloseMemHandle(address)  # fails if the peer has exited
+                    cuda_driver.close_memory(address)
                     self.addresses[rank] = 0
 
     def free(self) -> None:
@@ -137,17 +138,11 @@ class IpcMemory:
         self._forget()
         if address:
             with torch.cuda.device(self._device):
-                check(driver.cuMemFree(address))
+                cuda_driver.free(address)
 
     def _forget(self) -> None:
         self.buffer, self.is_captured = self.buffer[:0], False
         self.addresses = [0] * len(self.addresses)
-
-
-def check(answer: tuple[Any, ...]) -> None:
-    """Raise RuntimeError if a CUDA driver call returned an error."""
-    if answer[0]:
-        raise RuntimeError(f"a call of the CUDA driver failed with {answer[0].name}")
 
 
 def as_bytes(address: int, number: int, device: torch.device) -> Tensor:
@@ -162,22 +157,10 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
     The address is 0 and the handle all zeros if there is too little memory. The handle alone is all
     zeros if the device does not support IPC.
     """
-    error, address = driver.cuMemAlloc(num_bytes)
-    if error:  # perhaps because PyTorch caches memory that no tensor uses
+    address = cuda_driver.allocate(num_bytes)
+    if not address:  # perhaps because PyTorch caches memory that no tensor uses
         torch.cuda.empty_cache()
-        error, address = driver.cuMemAlloc(num_bytes)
-    if error:
-        return 0, bytes(_HANDLE_BYTES)
-    error, handle = driver.cuIpcGetMemHandle(address)
-    return int(address), bytes(_HANDLE_BYTES) if error else handle.reserved
-
-
-def open_memory(reserved: bytes) -> int:
-    """Return the address of another process's memory, or 0 if it cannot be accessed."""
-    if not any(reserved):
-        return 0
-    handle = driver.CUipcMemHandle()
-    handle.reserved = reserved
-    enable = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    error, address = driver.cuIpcOpenMemHandle(handle, int(enable))
-    return 0 if error else int(address)
+        address = cuda_driver.allocate(num_bytes)
+    if not address:
+        return 0, bytes(cuda_driver.HANDLE_BYTES)
+    return address, cuda_driver.export_memory(address)

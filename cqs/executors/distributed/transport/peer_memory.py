@@ -19,17 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cuda.bindings import driver
 from torch import Tensor
 
 from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
-from cqs.executors.distributed.transport.ipc_memory import IpcMemory, check
+from cqs.executors.distributed.transport import cuda_driver
+from cqs.executors.distributed.transport.ipc_memory import IpcMemory
 from cqs.executors.distributed.transport.transfer import Fill, Packet, Pass, Transport, Wait
 from cqs.ranges import contains, meets
 from cqs.scheduler.machines import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
 
-_AT_LEAST = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ALIGNMENT = 512  # bytes, at which each packet starts in the send buffer
 _NUM_STREAMS = 2
 _READY, _FETCHED = range(0, 2 * _NUM_STREAMS, 2), range(1, 2 * _NUM_STREAMS, 2)
@@ -232,7 +231,7 @@ class PeerMemory(Transport):
         is_idle.wait(seconds)
 
     def _release(self, is_idle: threading.Event) -> None:
-        _relax()
+        cuda_driver.relax_capture()
         memory = self._memory
         has_replays = memory.is_captured or memory.captured_addresses
         end = time.monotonic() + (_RELEASED_SECONDS if has_replays else 0)
@@ -245,7 +244,7 @@ class PeerMemory(Transport):
                 for own in {*memory.captured_addresses, memory.addresses[self._rank]} - {0}:
                     for place in range(_NUM_FLAG_ROWS * self._num_ranks):
                         stream, flag = self._release_stream.cuda_stream, own + 4 * place
-                        check(driver.cuStreamWriteValue32(stream, flag, _RELEASED, 0))
+                        cuda_driver.write_word(stream, flag, _RELEASED)
                 time.sleep(_POLL_SECONDS)
 
     def check_time(self) -> None:
@@ -309,7 +308,7 @@ class PeerMemory(Transport):
         # and the peers' next pass waits for the end that is announced below.
         own, num_epochs = self._memory.addresses[self._rank], _ENDED * self._num_ranks
         with torch.cuda.device(self._device):
-            check(driver.cuMemsetD32Async(own, 0, num_epochs, stream.cuda_stream))
+            cuda_driver.fill_words(own, 0, num_epochs, stream.cuda_stream)
         for rank in self._others:
             # A second end before the peer has seen the first would be lost when it resets the flag.
             self._wait_flag(stream, rank, _SEEN, 1)
@@ -384,7 +383,7 @@ class PeerMemory(Transport):
                     target = packet.received.data_ptr() + row * layout.row_bytes
                     source = self._memory.addresses[owner] + first + there * layout.row_bytes
                     num_bytes = number * layout.row_bytes
-                    check(driver.cuMemcpyAsync(target, source, num_bytes, stream.cuda_stream))
+                    cuda_driver.copy(target, source, num_bytes, stream.cuda_stream)
             self._write_flag(stream, owner, _FETCHED[stream_index], self._epoch)
 
     def _rows(self, first: int, packet: Packet) -> Tensor:
@@ -405,7 +404,7 @@ class PeerMemory(Transport):
             value: Epoch, or 1.
         """
         address = self._memory.addresses[self._rank] + 4 * (row * self._num_ranks + rank)
-        check(driver.cuStreamWaitValue32(stream.cuda_stream, address, value, _AT_LEAST))
+        cuda_driver.wait_word(stream.cuda_stream, address, value)
 
     def _write_flag(
         self, stream: torch.cuda.Stream, rank: int, row: int, value: int, about: int | None = None
@@ -421,7 +420,7 @@ class PeerMemory(Transport):
         """
         place = row * self._num_ranks + (self._rank if about is None else about)
         address = self._memory.addresses[rank] + 4 * place
-        check(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
+        cuda_driver.write_word(stream.cuda_stream, address, value)
 
 
 class _Packed(NamedTuple):
@@ -465,7 +464,7 @@ def _watch(
     of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
 ) -> None:
     """Enforce the timeout while the transport exists, then free its send buffer."""
-    _relax()
+    cuda_driver.relax_capture()
     while (transport := of()) is not None:
         transport.check_time()
         del transport
@@ -489,15 +488,6 @@ def _is_at_rest(memory: IpcMemory) -> bool:
     num_ranks = len(memory.addresses)
     ended = memory.flags[_ENDED * num_ranks : _SEEN * num_ranks]
     return all(ended[: memory.rank] + ended[memory.rank + 1 :])
-
-
-def _relax() -> None:
-    """Allow this thread to query events and streams while another captures a CUDA graph.
-
-    By default such a query invalidates the capture of the other thread.
-    """
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cqs.executors.distributed.agreement import control_group, swap
+from cqs.executors.distributed.transport import cuda_driver
 from cqs.executors.distributed.transport.messages import MessageTransport
 from cqs.executors.distributed.transport.transfer import Transport
 from cqs.worker.cuda_graphs import check_not_captured
@@ -64,9 +65,9 @@ def release(group: Any, seconds: float) -> None:
 
 def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Connect the GPUs for P2P copies, or else open all connections of NCCL."""
-    # Collectives first, so that all ranks take the same branch: one without the driver's Python
-    # bindings, or on another host, makes all of them send messages.
-    found = swap(control_group(group), [_has_driver()])
+    # Collectives first, so that all ranks take the same branch: one without
+    # CUDA's driver, or on another host, makes all of them send messages.
+    found = swap(control_group(group), [cuda_driver.is_available()])
     if all(found) and len(set(hosts_of(group))) == 1:
         from cqs.executors.distributed.transport.peer_memory import connect_peers
 
@@ -82,14 +83,6 @@ def hosts_of(group: Any) -> list[int]:
     if group not in _hosts:
         _hosts[group] = swap(control_group(group), [_host()])
     return _hosts[group]
-
-
-def _has_driver() -> bool:
-    try:
-        from cuda.bindings import driver  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _host() -> int:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-from cqs.executors.distributed.transport.ipc_memory import as_bytes, check, open_memory
+from cqs.executors.distributed.transport import cuda_driver
+from cqs.executors.distributed.transport.ipc_memory import as_bytes
 from cqs.executors.ray.pool import MemoryNotSharedError
 
 _ALIGNMENT = 256
@@ -52,11 +52,10 @@ class _Allocation:
         """Bytes in use, from the beginning."""
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the context current in this thread
-            error, base, _ = driver.cuMemGetAddressRange(self.memory.data_ptr())
-            check((error,))
-            error, handle = driver.cuIpcGetMemHandle(base)
-            check((error,))
-        self.base, self.handle = int(base), bytes(handle.reserved)
+            self.base = cuda_driver.find_base(self.memory.data_ptr())
+            self.handle = cuda_driver.export_memory(self.base)
+        if not any(self.handle):
+            raise RuntimeError("GPU memory of this process has no IPC handle")
 
     def has_room(self, num_bytes: int) -> bool:
         return self.used + num_bytes <= self.memory.nbytes
@@ -161,7 +160,7 @@ class OpenedMemory:
             return shared.base
         if shared.handle not in self._addresses:
             torch.cuda.synchronize()  # makes the context current in this thread
-            address = open_memory(shared.handle)
+            address = cuda_driver.open_memory(shared.handle)
             if not address:
                 raise MemoryNotSharedError("GPU memory of another process cannot be opened")
             self._addresses[shared.handle] = address
@@ -172,7 +171,7 @@ class OpenedMemory:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             for address in self._addresses.values():
-                driver.cuIpcCloseMemHandle(address)  # fails if the other process has exited
+                cuda_driver.close_memory(address)
         self._addresses.clear()
 
 
