@@ -74,6 +74,28 @@ def test_where_cqs_is_the_fastest_on_four_h200s():
         assert least < min(found) and max(found) < most
 
 
+def test_loops_of_short_calls():
+    found = defaultdict(list)
+    for number, name in ((2, "peers-h100-x2-loops"), (4, "peers-h100-x4-loops")):
+        cases = defaultdict(dict)
+        for row in rows_of(name):
+            if "-h16-kv16-" in row["case"] and row["executor"] != "one":
+                cases[row["case"], row["benchmark"]][row["executor"]] = row
+        for (_, benchmark), methods in cases.items():
+            places = [
+                sorted(methods, key=time_of).index("cqs")
+                for time_of in (
+                    lambda method, methods=methods: methods[method]["details"]["loop_ms"],
+                    lambda method, methods=methods: methods[method]["median_ms"],
+                )
+            ]
+            found[benchmark].append((number, len(methods), *places))
+    forward, both = found["peers forward"], found["peers both"]
+    assert [each[2:] for each in forward] == [(each[1] - 1, 0) for each in forward]
+    assert len(forward) == len(both) == 6
+    assert sum(loop == 0 for _, _, loop, _ in both) == 3
+
+
 def test_how_long_callers_of_two_gpus_wait():
     waits = defaultdict(list)
     for row in rows_of("peers-h200-x2"):
