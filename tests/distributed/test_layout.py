@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fitting import fit, read_rows
-from cqs.executors.distributed.layout import cut_shards, lay_out
+from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.route import cut_shards
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums
 from cqs.scheduler.cost_model import predict, predict_plan

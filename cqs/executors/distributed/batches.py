@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.layout import Route
+from cqs.executors.distributed.route import Route
 from cqs.patterns import BoundPattern
 from cqs.ranges import overlap
 from cqs.scheduler import AttentionShape, Plan, Step

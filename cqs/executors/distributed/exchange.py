@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cqs.executors.distributed.layout import Route
+from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, RowCopy
 from cqs.executors.distributed.transport.streams import OnStream
 from cqs.executors.distributed.transport.transfer import (

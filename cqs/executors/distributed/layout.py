@@ -1,23 +1,20 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from cqs.executors.distributed.document_needs import DocumentNeeds, Wanted
+from cqs.executors.distributed.route import Route, cut_shards
+from cqs.executors.distributed.split_steps import SplitSteps, keys_of, see_only, split_steps
 from cqs.patterns import BoundPattern
-from cqs.patterns.bound_documents import BoundDocuments, Integers
-from cqs.ranges import contains, moved, overlap
+from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
 from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
-from cqs.scheduler.placement import Ranges, count_rows
 from cqs.scheduler.task import join_ranges
 from cqs.scheduler.workload import Workload
 
@@ -27,109 +24,6 @@ Lengths = tuple[int, ...]
 _SLACK = 0.02
 """Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
 more accurate than this."""
-
-
-class PackOffsets(NamedTuple):
-    """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""
-
-    firsts: tuple[int, ...]
-    """For every rank, the index of the first row that it packs for this rank."""
-    most: int
-    """Number of rows in the largest send buffer of any rank."""
-
-
-@dataclass(frozen=True, eq=False)
-class Route:
-    """Routing table of one rank for queries or keys: the rows that it sends and receives.
-
-    Example:
-        >>> shards = [range(0, 4), range(4, 8)]
-        >>> route = Route(shards, [(range(0, 2), range(6, 8)), (range(2, 8),)], 1)
-        >>> route.sends, route.receives, route.held
-        (((range(2, 4),), (range(0, 4),)), (2, 4), (range(2, 8),))
-    """
-
-    shards: Sequence[range]
-    """For every rank, the token positions of its shard."""
-    wanted: Sequence[tuple[range, ...]]
-    """For every rank, the token positions that it requires, in ascending ranges."""
-    rank: int
-    """The rank that this routing table belongs to."""
-
-    @property
-    def held(self) -> tuple[range, ...]:
-        """Positions of the received tokens: ascending ranges, in the order of the ranks."""
-        return self.wanted[self.rank]
-
-    @cached_property
-    def sends(self) -> tuple[tuple[range, ...], ...]:
-        """For every rank, ascending ranges of the rows of this rank's shard that are sent to it."""
-        own = self.shards[self.rank]
-        return tuple(
-            tuple(moved(tokens, -own.start) for tokens in _common(own, ranges))
-            for ranges in self.wanted
-        )
-
-    @cached_property
-    def numbers(self) -> Integers:
-        """Number of rows of every rank's shard that every rank requires, ``[ranks, ranks]``."""
-        ranges = [
-            (rank, tokens.start, tokens.stop)
-            for rank, wanted in enumerate(self.wanted)
-            for tokens in wanted
-        ]
-        marks = np.array([0, *(shard.stop for shard in self.shards)])
-        return count_rows(marks, Ranges(*np.array(ranges, np.int64).reshape(-1, 3).T))
-
-    @property
-    def num_moved(self) -> int:
-        """Number of rows that all ranks send to others."""
-        return int(self.numbers.sum() - self.numbers.trace())
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of rows that this rank sends to every rank, itself included."""
-        return tuple(self.numbers[self.rank].tolist())
-
-    @cached_property
-    def receives(self) -> tuple[int, ...]:
-        """Number of rows that this rank receives from every rank, itself included."""
-        return tuple(self.numbers[:, self.rank].tolist())
-
-    @cached_property
-    def offsets(self) -> tuple[PackOffsets, PackOffsets]:
-        """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
-        numbers = self.numbers.copy()
-        np.fill_diagonal(numbers, 0)
-        out, home = (
-            PackOffsets(
-                tuple(each[:, : self.rank].sum(axis=1).tolist()), int(each.sum(axis=1).max())
-            )
-            for each in (numbers, numbers.T)
-        )
-        return out, home
-
-    @cached_property
-    def stays(self) -> bool:
-        """Whether this rank neither sends rows to nor receives rows from other ranks."""
-        own = self.lengths[self.rank]  # as many as it receives from itself
-        return sum(self.lengths) == own == sum(self.receives)
-
-    @cached_property
-    def is_local(self) -> bool:
-        """Whether every rank requires one range of its own rows, or none; equal on all ranks."""
-        return not self.num_moved and all(len(ranges) <= 1 for ranges in self.wanted)
-
-
-class SplitSteps(NamedTuple):
-    """The steps of a task in three parts; their ``live_pairs`` ignore a pattern."""
-
-    own: tuple[Step, ...]
-    """Steps whose queries and keys are both in the rank's shard."""
-    home: tuple[Step, ...]
-    """Steps with queries of the rank's shard and keys that it does not hold in full."""
-    away: tuple[Step, ...]
-    """Steps with queries of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -420,83 +314,3 @@ def _make_chunks(
         HeadChunk(i, of_ranks(shape.num_heads, i), of_ranks(shape.kv_heads, i))
         for i in range(number)
     )
-
-
-def cut_shards(lengths: Sequence[int]) -> list[range]:
-    """Return the token positions of every shard, given the number of tokens of each.
-
-    Example:
-        >>> cut_shards([2, 0, 3])
-        [range(0, 2), range(2, 2), range(2, 5)]
-    """
-    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
-
-
-def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
-    """Return the non-empty intersections of the ranges with ``tokens``."""
-    return [common for each in ranges if (common := overlap(tokens, each))]
-
-
-def split_steps(
-    steps: Iterable[Step], queries: range, keys: range, pattern: BoundPattern | None = None
-) -> SplitSteps:
-    """Split steps by the tokens of a rank's shard, given as positions of its queries and keys.
-
-    A causal square is not split along its keys: it is ``own`` only if the shard has all of them.
-    Parts without a live pair of ``pattern`` are dropped.
-
-    Example:
-        >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
-        >>> split = split_steps([step], range(6, 9), range(5, 9))
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.own]
-        [(range(6, 8), (range(5, 6),), range(6, 8))]
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.home]
-        [(range(6, 8), (range(0, 5),), None)]
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.away]
-        [(range(4, 6), (range(0, 4),), range(4, 6))]
-    """
-    own: list[Step] = []
-    home: list[Step] = []
-    away: list[Step] = []
-    for step in steps:
-        for rows in _cut(step.queries, queries):
-            seen, square = _keys_of_rows(step, rows)
-            parts = [(away, seen, square)]
-            if contains(queries, rows):
-                here = [overlap(each, keys) for each in seen]
-                there = [e for each in seen for e in _cut(each, keys) if not contains(keys, e)]
-                is_own = square is not None and contains(keys, square)
-                parts = [(own, here, square if is_own else None)]
-                parts += [(home, there, None if is_own else square)]
-            for chosen, of_part, diagonal in parts:
-                part = Step.of(step.query_group, rows, of_part, diagonal)
-                live = pattern is None or any(pattern.count(rows, each) for each in part.keys)
-                if part.live_pairs and live:
-                    chosen.append(part)
-    return SplitSteps(tuple(own), tuple(home), tuple(away))
-
-
-def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
-    """Return the distinct keys of steps in ascending ranges."""
-    return join_ranges(block.keys for step in steps for block in step.blocks())
-
-
-def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
-    """Return the keys that every one of the rows sees, and the causal square of the rows."""
-    if step.causal_keys is None:
-        return list(step.keys), None
-    first, last = (
-        step.causal_keys.start + end - step.queries.start for end in (rows.start, rows.stop)
-    )
-    return [*step.keys, range(step.causal_keys.start, first)], range(first, last)
-
-
-def see_only(keys: range, steps: Iterable[Step]) -> bool:
-    """Return whether steps read no keys outside ``keys``."""
-    return all(contains(keys, block.keys) for step in steps for block in step.blocks())
-
-
-def _cut(tokens: range, at: range) -> list[range]:
-    """Split a range at both ends of ``at``."""
-    marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
-    return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]

@@ -22,10 +22,11 @@ from cqs.executors.distributed.agreement import (
 )
 from cqs.executors.distributed.batches import Batch
 from cqs.executors.distributed.bounded import Limit, lay_out_within
-from cqs.executors.distributed.layout import Layout, cut_shards
+from cqs.executors.distributed.layout import Layout
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
+from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
 from cqs.executors.distributed.transport.transports import (

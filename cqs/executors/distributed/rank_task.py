@@ -15,7 +15,9 @@ from cqs.executors.distributed.exchange import (
     by_route,
     schedule_back,
 )
-from cqs.executors.distributed.layout import HeadChunk, Layout, Route, see_only
+from cqs.executors.distributed.layout import HeadChunk, Layout
+from cqs.executors.distributed.route import Route
+from cqs.executors.distributed.split_steps import see_only
 from cqs.executors.distributed.transport.row_copies import copy_rows
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.executors.distributed.transport.transfer import Pass, Transfer, Transport

@@ -10,8 +10,9 @@ from torch import Tensor
 from cqs.executors.autograd import Kept
 from cqs.executors.distributed.batches import Batch, Part
 from cqs.executors.distributed.exchange import Exchange, by_heads
-from cqs.executors.distributed.layout import HeadChunk, Route
+from cqs.executors.distributed.layout import HeadChunk
 from cqs.executors.distributed.rank_task import AGREED, RankTask
+from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.transport.transfer import Pass, Transfer
 from cqs.partial import Gradients, Partial, RunningMerge, lse_dtype
 from cqs.problem import Problem

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.agreement import Shards, control_group, swap_texts
-from cqs.executors.distributed.layout import cut_shards
+from cqs.executors.distributed.route import cut_shards
 from cqs.executors.verify import VerificationError, kv_places, sample_rows, verify_heads
 from cqs.partial import Partial
 from cqs.problem import Problem

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.layout import PackOffsets, Route
+from cqs.executors.distributed.route import PackOffsets, Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, copy_rows
 from cqs.scheduler.machines import ChunkRule
 
