@@ -19,8 +19,9 @@ from cqs.worker.triton.backward import key_gradients, query_gradients
 from cqs.worker.triton.counters import new_counter
 from cqs.worker.triton.descriptors import describe
 from cqs.worker.triton.forward import attend_tiles
-from cqs.worker.triton.hopper_backward import key_gradients_on_hopper, query_gradients_on_hopper
 from cqs.worker.triton.hopper_forward import attend_tiles_on_hopper
+from cqs.worker.triton.hopper_key_gradients import key_gradients_on_hopper
+from cqs.worker.triton.hopper_query_gradients import query_gradients_on_hopper
 from cqs.worker.triton.rectangle_launch import (
     gradients_of_rectangles,
     gradients_of_visits,
