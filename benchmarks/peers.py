@@ -30,8 +30,11 @@ from cqs.report.timing import make_timer, run_in_turn
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
 
-_CALLS_OF_LOOP, _SECONDS_OF_LOOP = 20, 0.4
-"""Most calls of a loop, and the time that those of slow computations take together."""
+_MAX_CALLS = 20
+"""Most calls of a loop."""
+_TARGET_SECONDS = 0.4
+"""Time of a loop of slow calls, of which there are at least two."""
+_NUM_LOOPS = 3
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> its computation."""
@@ -64,7 +67,7 @@ def run(
 
     A time is that of the slowest rank, from a barrier on. GPUs are busy when a computation is
     launched, as in the middle of a model. "call ms" is the host time of a call, and "loop ms" the
-    time of a call in a loop of calls alone, which is about the longer one of the other two.
+    time of a call in a loop of calls alone.
     "forward" is a forward pass without gradients; "both" is a forward pass that saves state, and
     the backward pass. FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of
     it if causal. Efficiency is the time of one GPU, divided by the number of GPUs times this time.
@@ -336,29 +339,31 @@ def time_together(
 def time_loops(
     passes: dict[str, Callable[[], Any]], seconds: dict[str, list[float]], group: Any
 ) -> dict[str, float]:
-    """Return the seconds of a call in a loop of calls on GPUs, between two waits for all of them.
+    """Return the seconds of a call in a loop of calls on GPUs: the median of three loops.
 
     Args:
         passes: The computations, by name.
         seconds: Seconds of each, equal on all ranks; they determine the number of calls.
         group: The process group.
     """
-    found = {}
-    for name, compute in passes.items():
-        number = max(
-            2, min(_CALLS_OF_LOOP, int(_SECONDS_OF_LOOP / statistics.median(seconds[name])))
-        )
+
+    def run(name: str) -> float:
+        of_call = statistics.median(seconds[name])
+        number = max(2, min(_MAX_CALLS, int(_TARGET_SECONDS / of_call)))
         torch.cuda.synchronize()
         dist.barrier(group)
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(number):
-            compute()
+            passes[name]()
         torch.cuda.synchronize()
-        found[name] = (time.perf_counter() - start) / number
-    slowest = torch.tensor(list(found.values()), dtype=torch.float64, device="cuda")
+        return (time.perf_counter() - start) / number
+
+    rounds = list(run_in_turn({name: partial(run, name) for name in passes}, _NUM_LOOPS))
+    table = [[found[name] for found in rounds] for name in passes]
+    slowest = torch.tensor(table, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return dict(zip(found, slowest.tolist(), strict=True))
+    return dict(zip(passes, map(statistics.median, slowest.tolist()), strict=True))
 
 
 def _case(problem: Problem) -> str:

@@ -318,6 +318,18 @@ def test_partials_that_require_gradients_are_rejected(field):
         merge_partials(partials)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("number", [16, 17, 100])
+def test_any_number_of_gradients_is_summed(number, device):
+    parts = torch.randn(number, 1, 2, 5, 8, dtype=torch.bfloat16, device=device)
+    total = parts.new_empty(parts.shape[1:])
+    sum_rows(total, [(part, slice(None)) for part in parts])
+    expected = torch.zeros_like(total, dtype=torch.float32)
+    for part in parts:
+        expected += part
+    assert torch.equal(total, expected.to(total.dtype))
+
+
 @DTYPES
 @pytest.mark.parametrize("part_dtype", [torch.float32, None])
 @pytest.mark.parametrize("number", [0, 1, 2, 5])

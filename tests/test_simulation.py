@@ -293,7 +293,7 @@ def test_memory_is_what_gpus_allocated(method, passes):
         if method == "cqs":
             chosen = predict("cqs", case, 2, MACHINES["H200"], passes, slack=0.02)
             head_parallel = chosen.head_parallel
-        # The shortest calls were made in two head chunks, where one would do now.
+        # Some of the shortest calls were made in two head chunks, where one would do now.
         is_backward = passes == "both"
         chunks = max(case.num_chunks(2, head_parallel, is_backward=is_backward), 2)
         options = {"is_backward": is_backward, "num_chunks": chunks}

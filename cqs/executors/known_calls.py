@@ -53,7 +53,7 @@ def attend_known(
     if (
         forward_ad._current_level >= 0
         or torch.is_autocast_enabled(query.device.type)
-        or torch.are_deterministic_algorithms_enabled()  # which backends are left, may change
+        or torch.are_deterministic_algorithms_enabled()  # this may exclude a backend
         or is_observed()
     ):
         return None
@@ -67,7 +67,7 @@ def attend_known(
         return None
     try:
         return attend(query, key, value)
-    except torch.OutOfMemoryError:  # the executor explains it
+    except torch.OutOfMemoryError:  # the general path raises it with a remedy
         return None
 
 
@@ -94,7 +94,7 @@ def _find_call(
     devices: tuple[torch.device, ...],
     options: tuple[Any, ...],
 ) -> Attend | None:
-    """Return what computes such a problem in one call, or None if several are needed.
+    """Return a function that computes such a problem in one call, or None if several are needed.
 
     Raises:
         Exception: An argument is wrong; see :func:`cqs.attention`.

@@ -148,10 +148,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Partial]
 
 
 def find_call(part: Planned) -> Attend | None:
-    """Return what computes problems like this one, if one call of a backend does, else None.
+    """Return a function that computes such problems in one call of a backend, or None.
 
     Args:
-        part: A problem without dropout and score terms; only the values of later ones may differ.
+        part: A problem without dropout and score terms. Later problems may differ only in the
+            values of their tensors.
 
     Raises:
         NotImplementedError: The named backend does not support the tensors.

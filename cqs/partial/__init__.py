@@ -12,6 +12,8 @@ from torch import Tensor
 SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
 
+_MAX_FUSED_PARTS = 16
+"""Most gradients that one Triton kernel adds: it is compiled for their number."""
 _LEAST_ELEMENTS = 2**17
 """Least elements for compiled loops: to start them takes longer than to merge fewer elements."""
 
@@ -259,14 +261,14 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
     """Write the sum of gradients into ``total``, added in their order in float32 or float64.
 
-    On a GPU one Triton kernel adds all of them, except in float64. On a CPU compiled loops do if
-    every part has all rows.
+    On a GPU one Triton kernel adds up to 16 of them, except in float64. On a CPU compiled loops add
+    several large parts that all have all rows.
 
     Args:
         total: The sum, ``[batch, heads, rows, dim]``, in any dtype. Rows without a part get 0.
         parts: Gradients ``[batch, heads, rows, dim]`` of some rows of ``total``, and these rows.
     """
-    if parts and _adds_at_once(total):
+    if 0 < len(parts) <= _MAX_FUSED_PARTS and _adds_at_once(total):
         from cqs.partial import fused_merge
 
         with torch.cuda.device_of(total):

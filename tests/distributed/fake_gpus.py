@@ -20,7 +20,7 @@ from cqs.executors.distributed.transport import cuda_driver
 _here = threading.local()
 """World, rank, current stream and captured graph of this thread."""
 
-_PATIENCE = 60
+_STALL_TIMEOUT = 60
 """Seconds without an operation after which all streams count as waiting; imports may take long."""
 _streams = weakref.WeakValueDictionary()
 """Stream by its ``cuda_stream``, the number that driver calls pass."""
@@ -158,7 +158,7 @@ class World:
         while any(thread.is_alive() for thread in threads) or not self._is_done():
             if self._step():
                 idle_since = time.monotonic()
-            elif self.errors or time.monotonic() > idle_since + _PATIENCE:
+            elif self.errors or time.monotonic() > idle_since + _STALL_TIMEOUT:
                 state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
                 self.errors.append(Deadlock(state))  # rank, and operations run and queued
                 self.barrier.abort()
@@ -171,9 +171,9 @@ class World:
     def swap(self, own):
         """Return the numbers of all ranks in rank order, as a collective on the CPU."""
         self.passed[_here.rank] = list(own)
-        self.barrier.wait(_PATIENCE)
+        self.barrier.wait(_STALL_TIMEOUT)
         found = [number for numbers in self.passed for number in numbers]
-        self.barrier.wait(_PATIENCE)
+        self.barrier.wait(_STALL_TIMEOUT)
         return found
 
     def _run_rank(self, program, rank):

@@ -99,12 +99,12 @@ def check_call(
     return_lse: bool,
     verify: bool,
 ) -> CheckedCall:
-    """Validate the arguments of :func:`cqs.distributed.attention`, and share errors of this rank.
+    """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or a rank has failed.
         TypeError: An argument has the wrong type.
-        ValueError: An argument does not fit, or another rank has an error.
+        ValueError: An argument does not fit.
         NotImplementedError: The tensors are not supported.
     """
     joined = joined_group(group_of(group, query))

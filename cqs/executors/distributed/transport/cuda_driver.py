@@ -1,7 +1,7 @@
 """Functions of the CUDA driver that PyTorch lacks.
 
-The package cuda-bindings has them too, but makes an enumeration of the result of every call. That
-took longer than the call, and more than 60 of them are in a pass of four ranks.
+The package cuda-bindings has them too, but converts the result of every call to an enumeration,
+which takes longer than the call.
 """
 
 import ctypes
@@ -11,7 +11,9 @@ from typing import Any
 
 HANDLE_BYTES = 64
 """Size of an IPC handle."""
-_AT_LEAST, _LAZY_ACCESS, _RELAXED = 0, 1, 2  # CU_STREAM_WAIT_VALUE_GEQ and others
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_LAZY_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class _Handle(ctypes.Structure):
@@ -35,7 +37,7 @@ _SIGNATURES = {
 
 
 def is_available() -> bool:
-    """Return whether the driver is installed."""
+    """Return whether a driver with all these functions is installed."""
     try:
         _driver()
     except (AttributeError, OSError):
@@ -62,10 +64,14 @@ def find_base(address: int) -> int:
 
 
 def export_memory(base: int) -> bytes:
-    """Return the IPC handle of an allocation; all zeros if the device or memory supports none."""
+    """Return the IPC handle of an allocation.
+
+    Raises:
+        RuntimeError: The device or the kind of memory supports no handles.
+    """
     handle = _Handle()
-    error = _driver().cuIpcGetMemHandle(byref(handle), base)
-    return bytes(HANDLE_BYTES) if error else bytes(handle.reserved)
+    _check(_driver().cuIpcGetMemHandle(byref(handle), base))
+    return bytes(handle.reserved)
 
 
 def open_memory(handle: bytes) -> int:

@@ -6,6 +6,7 @@ it, which PyTorch does not know.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -161,6 +162,8 @@ def _allocate(num_bytes: int) -> tuple[int, bytes]:
     if not address:  # perhaps because PyTorch caches memory that no tensor uses
         torch.cuda.empty_cache()
         address = cuda_driver.allocate(num_bytes)
-    if not address:
-        return 0, bytes(cuda_driver.HANDLE_BYTES)
-    return address, cuda_driver.export_memory(address)
+    handle = bytes(cuda_driver.HANDLE_BYTES)
+    if address:
+        with suppress(RuntimeError):
+            handle = cuda_driver.export_memory(address)
+    return address, handle

@@ -54,8 +54,6 @@ class _Allocation:
             torch.cuda.current_stream().synchronize()  # makes the context current in this thread
             self.base = cuda_driver.find_base(self.memory.data_ptr())
             self.handle = cuda_driver.export_memory(self.base)
-        if not any(self.handle):
-            raise RuntimeError("GPU memory of this process has no IPC handle")
 
     def has_room(self, num_bytes: int) -> bool:
         return self.used + num_bytes <= self.memory.nbytes
