@@ -3,8 +3,7 @@
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.method import Method
 from benchmarks.publish import publish
-from benchmarks.timing import time_calls, track
+from benchmarks.timing import time_by_wall_clock, time_calls, track
 from cqs.arguments import as_integer
 from cqs.executors.distributed.transport.transports import transport_of
 from cqs.executors.verify import VerificationError
@@ -35,6 +34,7 @@ _MAX_CALLS = 20
 _TARGET_SECONDS = 0.4
 """Time of a loop of slow calls, of which there are at least two."""
 _NUM_LOOPS = 3
+"""Number of loops of each computation."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> its computation."""
@@ -67,10 +67,10 @@ def run(
 
     A time is that of the slowest rank, from a barrier on. GPUs are busy when a computation is
     launched, as in the middle of a model. "call ms" is the host time of a call, and "loop ms" the
-    time of a call in a loop of calls alone.
-    "forward" is a forward pass without gradients; "both" is a forward pass that saves state, and
-    the backward pass. FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of
-    it if causal. Efficiency is the time of one GPU, divided by the number of GPUs times this time.
+    time of a call in a loop of calls alone. "forward" is a forward pass without gradients; "both"
+    is a forward pass that saves state, and the backward pass. FLOPs are ``4 N^2 d`` per head
+    forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one GPU,
+    divided by the number of GPUs times this time.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
@@ -168,7 +168,8 @@ def measure(
         }
         calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
         seconds = time_together(passes, repeats, group, problem.query.device)
-        loops = time_loops(passes, seconds, group) if problem.query.is_cuda else {}
+        device = problem.query.device
+        loops = time_loops(passes, seconds, group, device) if device.type == "cuda" else {}
         if dist.get_rank(group) == 0:
             case = _case(problem) + ("" if backend is None else f"-{backend}")
             ranks = dist.get_world_size(group)
@@ -330,40 +331,49 @@ def time_together(
     timed_passes = {name: timed(compute) for name, compute in passes.items()}
     turns = run_in_turn(timed_passes, repeats)
     rounds = list(track(turns, repeats, is_shown=dist.get_rank(group) == 0))
-    table = [[found[name] for found in rounds] for name in passes]
-    slowest = torch.tensor(table, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return dict(zip(passes, slowest.tolist(), strict=True))
+    return _slowest(passes, rounds, group, device)
 
 
 def time_loops(
-    passes: dict[str, Callable[[], Any]], seconds: dict[str, list[float]], group: Any
+    passes: dict[str, Callable[[], Any]],
+    seconds: dict[str, list[float]],
+    group: Any,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Return the seconds of a call in a loop of calls on GPUs: the median of three loops.
+    """Return the seconds of a call in a loop of calls: the median of three loops.
 
     Args:
         passes: The computations, by name.
         seconds: Seconds of each, equal on all ranks; they determine the number of calls.
         group: The process group.
+        device: The device of this rank.
     """
 
     def run(name: str) -> float:
         of_call = statistics.median(seconds[name])
         number = max(2, min(_MAX_CALLS, int(_TARGET_SECONDS / of_call)))
-        torch.cuda.synchronize()
+
+        def loop() -> None:
+            for _ in range(number):
+                passes[name]()
+
         dist.barrier(group)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(number):
-            passes[name]()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / number
+        return time_by_wall_clock(loop)[0] / number
 
     rounds = list(run_in_turn({name: partial(run, name) for name in passes}, _NUM_LOOPS))
-    table = [[found[name] for found in rounds] for name in passes]
-    slowest = torch.tensor(table, dtype=torch.float64, device="cuda")
+    slowest = _slowest(passes, rounds, group, device)
+    return {name: statistics.median(of_loops) for name, of_loops in slowest.items()}
+
+
+def _slowest(
+    names: Iterable[str], rounds: Sequence[dict[str, float]], group: Any, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank in every round, by name, in the order of names."""
+    names = list(names)
+    table = [[found[name] for found in rounds] for name in names]
+    slowest = torch.tensor(table, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return dict(zip(passes, map(statistics.median, slowest.tolist()), strict=True))
+    return dict(zip(names, slowest.tolist(), strict=True))
 
 
 def _case(problem: Problem) -> str:

@@ -1,8 +1,7 @@
 """Problems that are one call of a kernel, and that are known from an earlier call.
 
 Checks, plan and choice of a backend depend on sizes, dtypes, device and options alone. They take
-0.1 ms, as long as a CPU takes for a hundred tokens and a GPU for two thousand, so they are done
-once for each of these.
+0.1 ms, as long as a CPU takes for a hundred tokens, so they are done once for each of these.
 """
 
 from functools import lru_cache

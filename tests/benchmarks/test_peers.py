@@ -1,7 +1,10 @@
 """Every method that ``python -m benchmarks peers`` times is attention, forward and backward."""
 
 import json
+import time
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +161,25 @@ def test_the_forward_pass_is_measured_alone(ranks):
 def left_out(group):
     """Return the rows of a benchmark of what cannot take the problem."""
     return peers.measure(group, ["ring"], Case("uneven", 51, 51).make(), None, repeats=1)
+
+
+def looped(group):
+    """Seconds of calls in loops, of which those of rank 1 take longer, and the number of calls."""
+    calls = Counter()
+
+    def call(name):
+        calls[name] += 1
+        time.sleep(0.005 if dist.get_rank(group) else 0.001)
+
+    passes = {name: partial(call, name) for name in ("short", "long")}
+    seconds = {"short": [0.005, 0.005, 9.0], "long": [0.15, 0.15, 0.15]}
+    return peers.time_loops(passes, seconds, group, torch.device("cpu")), calls
+
+
+def test_loops_take_the_time_of_the_slowest_rank(ranks):
+    (first, calls), (second, _) = ranks.run(2, looped)
+    assert first == second and min(first.values()) >= 0.005
+    assert calls == {"short": 3 * 20, "long": 3 * 2}
 
 
 def test_without_a_method_that_can_there_are_no_rows(ranks):
