@@ -11,7 +11,7 @@ from benchmarks.options import add_common, add_heads
 from benchmarks.plots.case_study import plot_study
 from benchmarks.publish import publish
 from benchmarks.timing import progress_bar
-from cqs.commands.integers import parse_integers
+from cqs.commands.options import parse_integers
 from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
 from cqs.report.settings import Settings
@@ -23,7 +23,7 @@ _TOKENS_ON_CPU = (2500, 5000, 10_000)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     add_common(parser, several_lengths=True)
-    add_heads(parser, 8)
+    add_heads(parser, 8, 64)
     parser.add_argument(
         "--tasks", type=parse_integers, metavar="W,W,...", help="default: as published"
     )

@@ -61,12 +61,15 @@ class Hosts:
     share the file system, the memory and the processors of this machine.
     """
 
-    def __init__(self, rates: Sequence[float], ranks_per_host: int = 1):
+    def __init__(self, rates: Sequence[float], ranks_per_host: int = 1, *, is_fair: bool = True):
         """Describe hosts; entering the context makes them.
 
         Args:
             rates: For every host the rate of its link, in megabits per second and direction.
             ranks_per_host: Number of ranks of every host.
+            is_fair: Whether both ends of a link share its rate fairly among the other hosts, as the
+                queues (``fq_codel``) that Linux distributions use by default do. If not, an end is
+                one first-in-first-out queue, as in a plain switch.
 
         Raises:
             ValueError: There are no hosts, or a rate is not positive and finite.
@@ -76,6 +79,7 @@ class Hosts:
         self.rates = list(rates)
         self.ranks_per_host = as_integer("ranks_per_host", ranks_per_host, 1)
         self.num_ranks = len(rates) * ranks_per_host
+        self.is_fair = is_fair
         self._owner = os.getpid()
         self._processes: list[BaseProcess] = []
 
@@ -107,6 +111,11 @@ class Hosts:
 
     def set_rate(self, host: int, rate: float) -> None:
         """Limit the link of a host to a rate in megabits per second, in both directions."""
+        if not self.is_fair:
+            queue = f"rate {round(1e6 * rate)} burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+            for place, interface, _ in self._ends(host):
+                _tc(place, [f"qdisc replace dev {interface} root tbf {queue}"])
+            return
         others, limit = max(len(self.rates) - 1, 1), f"ceil {round(1e6 * rate)}"
         limit += f" burst {_BURST_BYTES} cburst {_BURST_BYTES} quantum {_MTU + 14}"
         for place, interface, _ in self._ends(host):
@@ -122,11 +131,7 @@ class Hosts:
             )
 
     def _connect(self, host: int) -> None:
-        """Connect a host with the bridge.
-
-        Its link is shared fairly by the other hosts, in both directions, as by the queues
-        (``fq_codel``) that Linux distributions use by default.
-        """
+        """Connect a host with the bridge."""
         place, bridge = self._name(host), self._name("bridge")
         _run(f"ip netns add {place}")
         _ip(
@@ -141,10 +146,11 @@ class Hosts:
             ],
         )
         _ip(bridge, [f"link set port{host} master switch up"])
-        for place, interface, _ in self._ends(host):
+        ends = self._ends(host) if self.is_fair else []
+        for place, interface, _ in ends:
             _tc(place, [f"qdisc add dev {interface} root handle 1: htb"])
         self.set_rate(host, self.rates[host])
-        for place, interface, side in self._ends(host):
+        for place, interface, side in ends:
             for number, address in self._classes(host):
                 _tc(
                     place,

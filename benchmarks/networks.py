@@ -13,7 +13,7 @@ from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
 from benchmarks.options import add_common
 from benchmarks.peers import COLUMNS, draw, measure
 from benchmarks.publish import publish
-from cqs.commands.integers import parse_integers
+from cqs.commands.options import parse_integers
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.transport.transports import ranks_per_host
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="default: 1")
     parser.add_argument("--mbit", type=float, metavar="R", help="rate of a link; default: 10 or 4")
+    parser.add_argument("--queue", choices=("fair", "plain"), help="of a link; default: fair")
     parser.add_argument("--kv-heads", type=parse_integers, metavar="H,H,...", help="default: 8,2")
     parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64")
     parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
@@ -58,6 +59,7 @@ def run(
     hosts: Sequence[int] = _NUM_HOSTS,
     ranks_per_host: int = 1,
     mbit: float | None = None,
+    queue: str = "fair",
     kv_heads: Sequence[int] = (8, 2),
     head_dim: int = 64,
     causal: str = "both",
@@ -77,6 +79,8 @@ def run(
         hosts: Numbers of hosts.
         ranks_per_host: Number of ranks of every host.
         mbit: Megabits per second of a link; ``None`` means 10, or 4 for more than 20 hosts.
+        queue: ``"fair"`` for links that the hosts share fairly, ``"plain"`` for links with one
+            first-in-first-out queue.
         kv_heads: Numbers of KV heads, 8 for as many as query heads.
         head_dim: Dimension of a head.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
@@ -100,7 +104,7 @@ def run(
         rate = mbit or _RATES[number > _MANY_HOSTS]
         chunks = 2 * number * ranks_per_host
         length = tokens or chunks * max(_TOKENS // chunks, 1)
-        with Hosts([rate] * number, ranks_per_host) as network:
+        with Hosts([rate] * number, ranks_per_host, is_fair=queue == "fair") as network:
             network.run(
                 _measure,
                 (length, head_dim),
@@ -108,7 +112,7 @@ def run(
                 backward == "yes",
                 repeats,
                 only.split(","),
-                rate,
+                {"mbit": rate, "is_fair": queue == "fair"},
                 out,
             )
 
@@ -119,7 +123,7 @@ def _measure(
     with_gradients: bool,
     repeats: int,
     names: Sequence[str],
-    rate: float,
+    links: dict[str, float],
     out: str | None,
 ) -> None:
     """Measure all cases on one rank; ``size`` is the number of tokens and ``head_dim``."""
@@ -140,7 +144,7 @@ def _measure(
             promised = _promise(problem, with_gradients=what == "both")
             for row in found:
                 if row.benchmark.endswith(what):
-                    row.details.update(mbit=rate, **_predict(row.executor, problem, what))
+                    row.details.update(links, **_predict(row.executor, problem, what))
                     row.details.update(promised if row.executor == "cqs" else {})
         append_rows(found, out)
         rows += found

@@ -2,7 +2,7 @@
 
 import argparse
 
-from cqs.commands.integers import parse_integer, parse_integers
+from cqs.commands.options import parse_integer, parse_integers
 
 
 def add_common(parser: argparse.ArgumentParser, *, several_lengths: bool = False) -> None:
@@ -17,8 +17,8 @@ def add_common(parser: argparse.ArgumentParser, *, several_lengths: bool = False
     parser.add_argument("--out", metavar="FILE.jsonl", help="append the rows to this file")
 
 
-def add_heads(parser: argparse.ArgumentParser, default: int) -> None:
-    """Declare numbers of heads and their dimension."""
+def add_heads(parser: argparse.ArgumentParser, default: int, head_dim: int = 128) -> None:
+    """Declare numbers of heads and their dimension, with the defaults that the help names."""
     parser.add_argument("--heads", type=int, metavar="H", help=f"default: {default}")
     parser.add_argument("--kv-heads", type=int, metavar="H", help="default: as many")
-    parser.add_argument("--head-dim", type=int, metavar="D", help="default: 128")
+    parser.add_argument("--head-dim", type=int, metavar="D", help=f"default: {head_dim}")

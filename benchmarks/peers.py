@@ -3,7 +3,9 @@
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,10 @@ _TARGET_SECONDS = 0.4
 """Time of a loop of slow calls, of which there are at least two."""
 _NUM_LOOPS = 3
 """Number of loops of each computation."""
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""With 1 a GPU starts NCCL's kernels before attention kernels that were launched later."""
+_WITHOUT_NCCL = ("one", "one each", "cqs", "cqs replayed", "cqs quorums", "cqs limited")
+"""Methods that send nothing, or by peer-to-peer copies, which more connections overlap."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> its computation."""
@@ -70,7 +76,9 @@ def run(
     time of a call in a loop of calls alone. "forward" is a forward pass without gradients; "both"
     is a forward pass that saves state, and the backward pass. FLOPs are ``4 N^2 d`` per head
     forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one GPU,
-    divided by the number of GPUs times this time.
+    divided by the number of GPUs times this time. On GPUs methods of NCCL run in processes with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1``, after the others; ``one``, if named, runs in both. If the
+    variable is set, all methods run in one process with its value.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
@@ -103,6 +111,10 @@ def run(
     for length in tokens or []:  # one token alone has a zero gradient, and errors are relative
         as_integer("tokens", length, 2 * int(os.environ["WORLD_SIZE"]))
     on_gpu = torch.cuda.is_available()
+    if on_gpu and _CONNECTIONS not in os.environ and (runs := _separate(names)):
+        for number, (some, setting) in enumerate(runs):
+            _run_again(some, number, setting)
+        return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -123,6 +135,32 @@ def run(
     if rows:
         publish(rows, COLUMNS, None)
     dist.destroy_process_group()
+
+
+def _separate(names: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the methods and the environment of each process; nothing if none uses NCCL."""
+    of_nccl = [name for name in names if name not in _WITHOUT_NCCL]
+    others = [name for name in names if name in _WITHOUT_NCCL]
+    if not of_nccl:
+        return []
+    runs = [([name for name in others if name == "one"] + of_nccl, {_CONNECTIONS: "1"})]
+    return [*runs, (others, {})] if others not in ([], ["one"]) else runs
+
+
+def _run_again(names: Sequence[str], number: int, setting: Mapping[str, str]) -> None:
+    """Run this command for some methods in a new process of each rank.
+
+    Args:
+        names: The methods.
+        number: Number of this run, which gives its rendezvous keys of their own.
+        setting: Environment variables of the process, besides those of this one.
+
+    Raises:
+        subprocess.CalledProcessError: The process failed.
+    """
+    environment = os.environ | setting | {"TORCHELASTIC_RESTART_COUNT": str(number)}
+    command = [sys.executable, "-m", "benchmarks", *sys.argv[1:], "--only", ",".join(names)]
+    subprocess.run(command, env=environment, check=True)
 
 
 def measure(
@@ -413,6 +451,8 @@ def _rows(
         if problem.query.is_cuda:
             details["peak_bytes"] = peaks[name]
             details |= {"call_ms": 1e3 * calls[name], "loop_ms": 1e3 * loops[name]}
+            if _CONNECTIONS in os.environ:
+                details["max_connections"] = int(os.environ[_CONNECTIONS])
         rows.append(
             Measurement(
                 benchmark=f"peers {what}",

@@ -232,14 +232,17 @@ def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> 
 def peer_loops() -> str:
     """Milliseconds of a call of every method in a loop of calls, on two and four GPUs."""
     methods, rows = ("cqs", "ring", "all-gather", "ulysses", "torch"), []
-    for number in (2, 4):
+    for number, heads in ((2, (16, 16)), (4, (16, 16)), (4, (32, 8))):
         for label, passes, of_case in _cases(
-            rows_of(f"peers-h100-x{number}-loops"), "h16-kv16-d128"
+            rows_of(f"peers-h100-x{number}-loops"), "h{}-kv{}-d128".format(*heads)
         ):
-            times = [f"{of_case[method]['details']['loop_ms']:.2f}" for method in methods]
-            rows.append([number, label, passes, *mark_best(times, min)])
-    header = ["GPUs", "tokens", "pass", *(f"`{method}`" for method in methods)]
-    return to_markdown(header, rows, num_labels=3)
+            times = [
+                f"{of_case[method]['details']['loop_ms']:.2f}" if method in of_case else ""
+                for method in methods
+            ]
+            rows.append([number, "{} / {}".format(*heads), label, passes, *mark_best(times, min)])
+    header = ["GPUs", "heads", "tokens", "pass", *(f"`{method}`" for method in methods)]
+    return to_markdown(header, rows, num_labels=4)
 
 
 def video_lengths() -> str:
@@ -679,6 +682,20 @@ def layer_parts() -> str:
     return to_markdown([*header, "MiB of a rank"], table, num_labels=2)
 
 
+def layer_communication() -> str:
+    """Communication of a dense step by mesh, and the part of it that overlaps."""
+    table = []
+    for name in ("block-h100-x2", "block-h200-x4"):
+        for row in rows_of(name):
+            if row["case"].startswith("dense"):
+                times = (row["details"][part] for part in ("travels_ms", "hidden_ms"))
+                mesh = row["executor"].partition(" ")[2].replace("x", " x ")
+                cells = [f"{each:.1f}" for each in (*times, row["median_ms"])]
+                table.append([row["device"].split()[1], mesh, *cells])
+    header = ["GPUs", "sequence x tensor", "communication, ms", "overlapped, ms", "step, ms"]
+    return to_markdown(header, table, num_labels=2)
+
+
 def layer_lengths() -> str:
     """Milliseconds of a step of a layer on four GPUs, by length and mesh."""
     found: dict[tuple[str, int], dict[str, str]] = {}
@@ -925,6 +942,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "patterns-cpu": patterns_on_cpu,
     "short-cpu": short_patterns,
     "layer-parts": layer_parts,
+    "layer-communication": layer_communication,
     "layer-lengths": layer_lengths,
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),

@@ -18,7 +18,7 @@ from benchmarks.fitting import fit, read_rows
 from benchmarks.plots.predictions import draw_predictions, save
 from cqs.arguments import as_integer
 from cqs.commands import simulate
-from cqs.commands.integers import parse_integers
+from cqs.commands.options import parse_integers
 from cqs.commands.written_files import check_written
 from cqs.plotting import check_picture
 from cqs.report.table import format_table, percent

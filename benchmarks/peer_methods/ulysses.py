@@ -14,6 +14,7 @@ from benchmarks.peer_methods.collectives import Messages, all_to_all
 from benchmarks.peer_methods.kernel_calls import join_chunks
 from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.views import heads_first, rows_first_view
+from cqs.executors.distributed.transport.row_copies import RowCopy, copy_rows
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 
@@ -36,7 +37,8 @@ class Ulysses(Method):
     """Every rank computes all tokens of some heads (Jacobs et al., arXiv 2309.14509).
 
     If there are fewer KV heads than ranks, they are repeated. The forward pass saves the exchanged
-    tensors, so the backward pass sends gradients only.
+    tensors, so the backward pass sends gradients only. On a GPU one kernel packs all tensors of an
+    exchange, and one unpacks each message.
     """
 
     def __init__(self, *arguments: Any, num_chunks: int = 1, **options: Any):
@@ -87,44 +89,63 @@ class Ulysses(Method):
 
     def _send_rows(self, tensors: Sequence[Tensor], chunk: int) -> _AllToAll:
         """Send every rank this shard's rows of its heads of a chunk; receive all tokens of ours."""
-        pieces = [self._heads_of_ranks(tensor)[:, :, :, chunk].movedim(2, 0) for tensor in tensors]
-        return self._exchange(pieces)
+        heads = [tensor.shape[1] // (self.num_ranks * self.num_chunks) for tensor in tensors]
+        num_rows = tensors[0].shape[2]
+        schedule = [
+            RowCopy(i, 0, rank * num_rows, num_rows, self._first(rank, chunk, heads[i]), *target)
+            for i, target in enumerate(_places(heads))
+            for rank in range(self.num_ranks)
+        ]
+        return self._exchange(tensors, heads, schedule, num_rows)
 
     def _send_heads(self, tensors: Sequence[Tensor]) -> _AllToAll:
         """Send every rank its rows of results for some heads; receive our rows of all heads."""
-        ranks = self.num_ranks, -1
-        return self._exchange([rows_first_view(tensor).unflatten(0, ranks) for tensor in tensors])
+        heads, num_rows = [tensor.shape[1] for tensor in tensors], tensors[0].shape[2]
+        schedule = [
+            RowCopy(i, 0, 0, num_rows, 0, *target) for i, target in enumerate(_places(heads))
+        ]
+        return self._exchange(tensors, heads, schedule, num_rows // self.num_ranks)
 
-    def _exchange(self, pieces: Sequence[Tensor]) -> _AllToAll:
-        """Exchange tensors ``[ranks, rows, batch, heads, dim]``, concatenated along the heads."""
-        heads = [piece.shape[3] for piece in pieces]
-        packed = pieces[0].new_empty((*pieces[0].shape[:3], sum(heads), pieces[0].shape[4]))
-        for target, piece in zip(packed.split(heads, dim=3), pieces, strict=True):
-            target.copy_(piece)
+    def _exchange(
+        self,
+        tensors: Sequence[Tensor],
+        heads: list[int],
+        schedule: Sequence[RowCopy],
+        num_rows: int,
+    ) -> _AllToAll:
+        """Pack heads of tensors side by side, ``num_rows`` for each rank, and exchange them."""
+        batch, *_, dim = tensors[0].shape
+        packed = tensors[0].new_empty((self.num_ranks, num_rows, batch, sum(heads), dim))
+        target = heads_first(packed.flatten(0, 1))
+        copy_rows(tensors, [target] * len(tensors), tuple(schedule))
         received = torch.empty_like(packed)
         work = all_to_all(received, packed, self.group)
         return _AllToAll(work, packed, received, heads)
 
+    def _first(self, rank: int, chunk: int, num_heads: int) -> int:
+        """Return the first of the ``num_heads`` heads that a rank computes in a chunk."""
+        return (rank * self.num_chunks + chunk) * num_heads
+
     def _receive(self, outgoing: Sequence[_AllToAll]) -> list[Tensor]:
         """Join the received rows of all heads."""
-        received = outgoing[0].received
-        _, *sizes, _, head_dim = received.shape
+        received, heads = outgoing[0].received, outgoing[0].heads
+        _, num_rows, batch, _, dim = received.shape
         targets = [
-            received.new_empty((*sizes, self.num_ranks * self.num_chunks * heads, head_dim))
-            for heads in outgoing[0].heads
+            heads_first(
+                received.new_empty((num_rows, batch, self._first(self.num_ranks, 0, n), dim))
+            )
+            for n in heads
         ]
         for chunk, transfer in enumerate(outgoing):
             transfer.work.wait()
-            pieces = transfer.received.split(transfer.heads, dim=3)
-            for target, piece in zip(targets, pieces, strict=True):
-                of_chunk = self._heads_of_ranks(heads_first(target))[:, :, :, chunk]
-                of_chunk.copy_(piece.movedim(0, 2))
-        return list(map(heads_first, targets))
-
-    def _heads_of_ranks(self, tensor: Tensor) -> Tensor:
-        """View a shard as ``[rows, batch, ranks, chunks, heads, dim]``."""
-        view: Tensor = rows_first_view(tensor).unflatten(2, (self.num_ranks, self.num_chunks, -1))
-        return view
+            schedule = [
+                RowCopy(i, rank * num_rows, 0, num_rows, place, self._first(rank, chunk, n), n)
+                for i, (place, n) in enumerate(_places(heads))
+                for rank in range(self.num_ranks)
+            ]
+            source = heads_first(transfer.received.flatten(0, 1))
+            copy_rows([source] * len(targets), targets, tuple(schedule))
+        return targets
 
 
 class PaddedUlysses(Ulysses):
@@ -153,6 +174,11 @@ class PaddedUlysses(Ulysses):
     def _pad(self, tensor: Tensor) -> Tensor:
         rows = rows_first_view(tensor)
         return heads_first(F.pad(rows, (0, 0, 0, -tensor.shape[1] % self.num_ranks)))
+
+
+def _places(heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first head of every tensor in a packed buffer, and its number of heads."""
+    return [(sum(heads[:i]), number) for i, number in enumerate(heads)]
 
 
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:

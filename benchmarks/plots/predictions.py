@@ -21,22 +21,19 @@ and Ito."""
 def draw_predictions(
     found: Mapping[int, Mapping[str, Prediction]],
     one_device_seconds: float,
-    *,
-    is_column: bool = False,
 ) -> Any:
     """Plot memory, traffic and efficiency of methods against the number of devices.
 
     Args:
         found: Predictions by number of devices, then by method.
         one_device_seconds: Predicted time of one device in seconds, for the efficiency.
-        is_column: Stack the axes, for a notebook, instead of drawing them side by side.
 
     Returns:
         The three matplotlib axes.
     """
     from matplotlib.ticker import LogLocator
 
-    axes = new_panels(6.4 if is_column else 13, 3, is_column=is_column)
+    axes = new_panels(13, 3)
     quantities = (
         ("peak memory of a device in GiB", lambda each, devices: each.peak_bytes / 2**30),
         ("GiB received by a device", lambda each, devices: each.bytes_received / 2**30),
@@ -70,17 +67,14 @@ def save(axes: Any, path: str) -> None:
     save_figure(axes[0].figure, path, dpi=100)
 
 
-def new_panels(width: float, number: int, *, is_column: bool = False) -> Any:
-    """Return the axes of a new figure.
+def new_panels(width: float, number: int) -> Any:
+    """Return the axes of a new figure, side by side.
 
     Args:
         width: Width of the figure in inches.
         number: Number of axes.
-        is_column: Whether the axes are one below another; otherwise they are side by side.
     """
     from matplotlib.figure import Figure
 
-    rows, columns = (number, 1) if is_column else (1, number)
-    height = 3.2 * number if is_column else 4
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure.subplots(rows, columns, squeeze=False).ravel()
+    figure = Figure(figsize=(width, 4), layout="constrained")
+    return figure.subplots(1, number, squeeze=False).ravel()

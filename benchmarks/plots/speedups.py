@@ -42,7 +42,9 @@ def plot_speedups(rows: Rows, axes: Any = None) -> Any:
 
 
 def plot_gains(rows_of: Mapping[str, Rows], axes: Any = None) -> Any:
-    """Plot the median speed-up of all patterns against the length, with lowest and highest.
+    """Plot the median speed-up of patterns against the length, with lowest and highest.
+
+    A length counts the patterns that every device has at that length.
 
     Args:
         rows_of: Label of a device -> its rows.
@@ -54,16 +56,22 @@ def plot_gains(rows_of: Mapping[str, Rows], axes: Any = None) -> Any:
     axes = new_axes((7, 3.2)) if axes is None else axes
     lengths = sorted({row["details"]["tokens"] for rows in rows_of.values() for row in rows})
     width = 0.8 / len(rows_of)
-    for i, (label, rows) in enumerate(rows_of.items()):
-        found = _speedups(rows).values()
-        places, middle, low, high = [], [], [], []
-        for place, tokens in enumerate(lengths):
-            speedups = [each[tokens] for each in found if tokens in each]
-            if speedups:
-                places.append(place + (i - (len(rows_of) - 1) / 2) * width)
-                middle.append(median(speedups))
-                low.append(middle[-1] - min(speedups))
-                high.append(max(speedups) - middle[-1])
+    by_device = {label: _speedups(rows) for label, rows in rows_of.items()}
+    common = {
+        tokens: [
+            name
+            for name in next(iter(by_device.values()))
+            if all(tokens in found.get(name, ()) for found in by_device.values())
+        ]
+        for tokens in lengths
+    }
+    lengths = [tokens for tokens in lengths if common[tokens]]
+    for i, (label, found) in enumerate(by_device.items()):
+        places = [place + (i - (len(rows_of) - 1) / 2) * width for place in range(len(lengths))]
+        speedups = [[found[name][tokens] for name in common[tokens]] for tokens in lengths]
+        middle = [median(each) for each in speedups]
+        low = [median(each) - min(each) for each in speedups]
+        high = [max(each) - median(each) for each in speedups]
         axes.bar(
             places, middle, width, yerr=(low, high), capsize=2, color=OKABE_ITO[i], label=label,
             error_kw={"linewidth": 0.8},
@@ -71,8 +79,10 @@ def plot_gains(rows_of: Mapping[str, Rows], axes: Any = None) -> Any:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(PLAIN)
-    axes.set_xticks(range(len(lengths)), [f"{tokens // 1024}K" for tokens in lengths])
-    axes.set(xlabel="tokens", ylabel="times as fast as dense")
+    axes.set_xticks(
+        range(len(lengths)), [f"{tokens // 1024}K\n{len(common[tokens])}" for tokens in lengths]
+    )
+    axes.set(xlabel="tokens, and number of patterns", ylabel="times as fast as dense")
     return add_legend(axes)
 
 

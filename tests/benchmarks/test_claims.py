@@ -79,7 +79,7 @@ def test_loops_of_short_calls():
     for number, name in ((2, "peers-h100-x2-loops"), (4, "peers-h100-x4-loops")):
         cases = defaultdict(dict)
         for row in rows_of(name):
-            if "-h16-kv16-" in row["case"] and row["executor"] != "one":
+            if row["executor"] != "one":
                 cases[row["case"], row["benchmark"]][row["executor"]] = row
         for (_, benchmark), methods in cases.items():
             places = [
@@ -91,9 +91,10 @@ def test_loops_of_short_calls():
             ]
             found[benchmark].append((number, len(methods), *places))
     forward, both = found["peers forward"], found["peers both"]
-    assert [each[2:] for each in forward] == [(each[1] - 1, 0) for each in forward]
-    assert len(forward) == len(both) == 6
-    assert sum(loop == 0 for _, _, loop, _ in both) == 3
+    assert [loop for *_, loop, _ in forward] == [number - 1 for _, number, *_ in forward]
+    assert sum(busy == 0 for *_, busy in forward) == 7
+    assert len(forward) == len(both) == 8
+    assert sum(loop == 0 for _, _, loop, _ in both) == 4
 
 
 def test_how_long_callers_of_two_gpus_wait():

@@ -198,7 +198,7 @@ def test_the_command_draws_forecasts(tmp_path):
 
 def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     def of_quorums(*options):
-        assert main(["simulate", *"--devices 256 --kv-heads 8 --causal no".split(), *options]) == 0
+        assert main(["simulate", *"--devices 256 --kv-heads 8 --no-causal".split(), *options]) == 0
         (line,) = (row for row in capsys.readouterr().out.splitlines() if " cqs  " in row)
         *_, milliseconds, unit, _, _, _, peak = line.removesuffix("<").split()
         assert unit == "ms"
@@ -212,6 +212,7 @@ def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
     ("options", "message"),
     [
         (["--slack", "-1"], "--slack must be at least 0, got -1"),
+        (["--slack", "nan"], "--slack must be at least 0, got nan"),
         (["--picture", "failures.doc"], "picture must end in one of"),
         (["--tasks", "0"], "--tasks must be at least 1, got 0"),
         (["--trials", "0"], "--trials must be at least 1, got 0"),

@@ -153,6 +153,16 @@ def measured_forward(group):
     return peers.measure(group, list(METHODS), problem, None, repeats=1, backend="reference")
 
 
+def test_methods_of_nccl_run_in_processes_with_one_connection():
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert peers._separate(["one", "cqs"]) == []
+    assert peers._separate(["ring", "one"]) == [(["one", "ring"], one)]
+    assert peers._separate(["cqs", "ring", "one", "ulysses"]) == [
+        (["one", "ring", "ulysses"], one),
+        (["cqs", "one"], {}),
+    ]
+
+
 def test_the_forward_pass_is_measured_alone(ranks):
     rows, _ = ranks.run(2, measured_forward)
     assert {row.benchmark for row in rows} == {"peers forward"}
