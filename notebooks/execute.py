@@ -12,6 +12,10 @@ for path in tqdm(
 ):
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
-        notebook, kernel_name="python3", record_timing=False, coalesce_streams=True
+        notebook,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": path.parent}},
     ).execute()
     nbformat.write(notebook, path)

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import venv
@@ -38,6 +39,7 @@ def main() -> None:
         run(*build, quiet=True)
         (wheel,), (sdist,) = (top / "dist").glob("*.whl"), (top / "dist").glob("*.tar.gz")
         check_what_is_published(top, wheel, sdist)
+        run_the_notebooks(top, wheel)
         if sys.argv[1:] != ["dist"]:
             follow_the_readme(top, wheel)
 
@@ -48,6 +50,19 @@ def check_what_is_published(top: Path, wheel: Path, sdist: Path) -> None:
     run(tools / "pip", "install", "--quiet", *pinned, "twine", "cffconvert")
     run(tools / "twine", "check", "--strict", wheel, sdist)
     run(tools / "cffconvert", "--validate", "--infile", ROOT / "CITATION.cff")
+
+
+def run_the_notebooks(top: Path, wheel: Path) -> None:
+    """Run the notebooks with the wheel and the dependencies that are installed here.
+
+    A path in a ``.pth`` file adds the packages of a directory, and no editable ones.
+    """
+    environment = make_environment(top / "notebooks")
+    run(environment / "pip", "install", "--quiet", "--no-deps", wheel)
+    (site,) = (top / "notebooks").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pytest = environment / "python", "-m", "pytest", "--noconftest", "-k", "small_sizes"
+    run(*pytest, ROOT / "tests/test_notebooks.py", cwd=environment)  # its HOME, too
 
 
 def follow_the_readme(top: Path, wheel: Path) -> None:

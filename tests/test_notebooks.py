@@ -100,9 +100,9 @@ def text_of(outputs):
 
 
 @pytest.fixture(scope="module")
-def execute(tmp_path_factory):
+def execute():
     """Execute notebooks in one kernel: none knows the names of another, but imports are shared."""
-    resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebooks"))}}
+    resources = {"metadata": {"path": str(FOLDER)}}
     nothing = nbformat.v4.new_notebook()
     client = NotebookClient(nothing, kernel_name="python3", timeout=120, resources=resources)
 
@@ -111,7 +111,7 @@ def execute(tmp_path_factory):
         client.execute(**options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MPLBACKEND")
+        patch.delenv("MPLBACKEND", raising=False)
         execute(nothing, cleanup_kc=False)
     yield partial(execute, cleanup_kc=False)
     execute(nothing)  # which ends the kernel
@@ -159,3 +159,4 @@ def test_a_notebook_has_a_title_a_summary_and_small_steps(name):
     assert last.startswith("**Summary.**")
     for cell in cells:
         assert len(cell.source.splitlines()) <= 8, cell.source
+        assert not re.search(r"^(from|import) (benchmarks|examples|tests)\b", cell.source, re.M)
