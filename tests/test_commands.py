@@ -1,12 +1,15 @@
 """What the commands refuse, and what they leave behind."""
 
+import argparse
 import errno
+import importlib
 import importlib.util
 import itertools
 import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from support.files import written_files
 import cqs.patterns as patterns
 from cqs.__main__ import _COMMANDS, main
 from cqs.commands import tensor_files
-from cqs.commands.integers import parse_integer
+from cqs.commands.options import parse_integer
 from cqs.commands.tensor_files import create_tensor
 from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem, check_problem
@@ -133,7 +136,6 @@ def run_attend(*options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--head-dim", "-5"], "head_dim must be at least 1, got -5"),
         (["--head-dim", "0", "--json"], "head_dim must be at least 1, got 0"),
         (["--num-heads", "0"], "num_heads must be at least 1, got 0"),
         (["--itemsize", "-2"], "itemsize must be at least 1, got -2"),
@@ -142,6 +144,39 @@ def run_attend(*options):
 def test_plans_of_impossible_shapes_are_refused(capsys, options, message):
     assert main(["plan", *options]) == 2
     assert capsys.readouterr() == ("", f"cqs plan: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["plan", "report", "simulate"])
+@pytest.mark.parametrize("causal", ["--causal", "--is-causal", "--no-causal", "--no-is-causal"])
+@pytest.mark.parametrize("prefix", ["--", "--num-"])
+def test_commands_share_a_vocabulary(command, causal, prefix):
+    module = importlib.import_module(f"cqs.commands.{command}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    found = parser.parse_args([f"{prefix}heads", "6", f"{prefix}kv-heads", "3", causal])
+    values = list(vars(found).values())
+    assert 6 in values and 3 in values and found.is_causal == ("no" not in causal)
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        (["plan", "--seqlen", "4", "--tasks", "7", "--json"], "7 tasks for 4 tokens"),
+        (["simulate", "--seqlen", "4", "--devices", "2,7"], "7 devices for 4 tokens"),
+        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "70"], "70 tasks for 60 tokens"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_more_tasks_than_tokens_are_noted(files, capsys, command, note):
+    assert main(command) == 0
+    assert note in capsys.readouterr().err
+
+
+def test_padded_ulysses_is_simulated_where_heads_do_not_divide(capsys):
+    assert main("simulate --devices 2,4 --heads 30 --seqlen 4K --link pcie".split()) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    assert sum("ulysses padded  4 x 1" in line for line in lines) == 1
+    assert sum("ulysses padded" in line for line in lines) == 1
 
 
 def test_lengths_may_have_units(capsys):
@@ -164,7 +199,9 @@ def test_integers_are_read_exactly(text, number):
         (["plan", "--tasks", "1e8"], "num_tasks"),
         (["plan", "--tasks", "1e8", "--json"], "num_tasks"),
         (["plan", "--tasks", "9" * 400], "num_tasks"),
-        (["plan", "--tasks", "5000", "--json", "tasks"], "num_tasks"),
+        (["plan", "--tasks", "1025", "--json", "tasks"], "--tasks with --json tasks"),
+        (["plan", "--interest-sets", "1025"], "num_tasks"),
+        (["plan", "--tasks", "100000", "--interest-set", "traffic"], "num_tasks"),
         (["plan", "--tasks", "5000", "--picture", "plan.png"], "--tasks"),
         (["plan", "--tasks", "2000", "--pattern", "causal()"], "num_tasks"),
         (["plan", "--seqlen", "1" + "0" * 30], "seqlen_q"),
@@ -174,6 +211,7 @@ def test_integers_are_read_exactly(text, number):
         (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "5000"], "num_tasks"),
         (["demo", "--tasks", "1e8"], "num_tasks"),
         (["report", "--tasks", "1e8"], "--tasks"),
+        (["demo", "--seqlen", "1e17"], "too little memory"),
         (["simulate", "--devices", "1e8"], "--devices"),
     ],
     ids=str,
@@ -183,7 +221,12 @@ def test_more_work_than_can_be_done_is_refused_at_once(files, capsys, options, n
     assert main(options) == 2
     assert time.process_time() - start < 10
     output, error = capsys.readouterr()
-    assert output == "" and name in error and "at most" in error or "range(" in error
+    assert (
+        output == ""
+        and name in error
+        and ("at most" in error or "memory" in error)
+        or "range(" in error
+    )
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 
@@ -272,7 +315,32 @@ def test_a_full_disk_is_an_error_without_a_traceback():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("picture", ["plan.xyz", "plan", "nowhere/plan.png", "folder.png"])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(files, closed):
+    command = [sys.executable, "-m", "cqs", "attend", "q.npy", "k.npy", "v.npy", "o.npy"]
+    script = f"{shlex.join(command)} {closed}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert np.load("o.npy").shape == (1, 4, 60, 8)
+
+
+@pytest.mark.parametrize("command", [name for name in _COMMANDS if name != "demo"])
+def test_every_command_works_without_standard_streams(files, monkeypatch, command):
+    options = {
+        "attend": ["q.npy", "k.npy", "v.npy", "o.npy"],
+        "report": ["--seqlen=60", "--tasks=1", "--repeats=1", "--head-dim=8"],
+    }
+    monkeypatch.setattr("cqs.commands.report.write_report", lambda *_: None)
+    with monkeypatch.context() as patched:
+        for name in ("stdin", "stdout", "stderr"):
+            patched.setattr(sys, name, None)
+        assert main([command, *options.get(command, [])]) == 0
+        for name in ("stdin", "stdout", "stderr"):
+            getattr(sys, name).close()
+
+
+@pytest.mark.parametrize("picture", ["", "plan.xyz", "plan", "nowhere/plan.png", "folder.png"])
 def test_impossible_pictures_are_refused_before_the_work(capsys, tmp_path, monkeypatch, picture):
     monkeypatch.chdir(tmp_path)
     os.mkdir("folder.png")
@@ -374,12 +442,27 @@ def test_attend_says_shapes_tasks_backend_and_time(files, capsys, options, tasks
     assert (
         main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--backend=reference", *options]) == 0
     )
-    inputs, how, output = capsys.readouterr().out.splitlines()
-    shape = "[1, 4, 60, 8]"
-    assert inputs == f"query {shape} key {shape} value {shape} torch.float32"
+    *inputs, how, output = capsys.readouterr().out.splitlines()
+    shape = "[batch 1, heads 4, tokens 60, dim 8] torch.float32"
+    assert inputs == [f"{name} {shape}" for name in ("query", "key", "value")]
     expected = rf"tasks: {tasks}, backend: reference, [\d.]+ s from files to file"
     assert re.fullmatch(expected, how)
-    assert output == f"o.npy: {shape} torch.float32"
+    assert output == f"o.npy: {shape}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (np.asfortranarray, r"four dimensions in C order .* in Fortran order"),
+        (lambda array: array.astype(array.dtype.newbyteorder()), r"got .*>f"),
+        (lambda array: array[0], r"four dimensions in C order .*\(4, 60, 8\)"),
+    ],
+    ids=["Fortran order", "byte order", "three dimensions"],
+)
+def test_arrays_that_cannot_be_mapped_are_refused_by_name(files, capsys, change, message):
+    np.save("k.npy", change(np.load("k.npy")))
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "o.npy"]) == 2
+    assert re.match(f"cqs attend: 'k.npy' must have .*{message}", capsys.readouterr().err)
 
 
 def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):

@@ -13,7 +13,7 @@ import torch
 
 import cqs.streaming
 from cqs.api import open_executor
-from cqs.commands.integers import parse_integer
+from cqs.commands.options import add_causal, note_idle, note_start, parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
 from cqs.executors.contract import Planned, attend
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--lse", metavar="FILE", help="also write the log of the denominators; default: not written"
     )
-    add("--is-causal", "--causal", action="store_true")
+    add_causal(parser, default=False)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add("--scale", type=float, help="factor on the scores; default: 1 / sqrt(head_dim)")
     add(
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     inputs = [cqs.streaming.open_tensor(getattr(options, name), name) for name in _NAMES]
     paths = [str(each.path) for each in inputs]
     check_written("OUTPUT", options.output, [*paths, options.resume])
-    if options.lse:
+    if options.lse is not None:
         check_written("--lse", options.lse, [*paths, options.output])
     for name in FILES if options.resume else ():
         check_written("--resume", str(Path(options.resume, name)), paths)
@@ -74,10 +74,17 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     how = attend_to(options, inputs, shape, dtype)
     seconds = time.perf_counter() - start
-    print(*(f"{name} {list(each.shape)}" for name, each in zip(_NAMES, inputs, strict=True)), dtype)
+    for name, each in zip(_NAMES, inputs, strict=True):
+        print(_describe(name, each.shape, dtype))
     verified = ", sampled rows verified in float64" if options.verify else ""
     print(f"{how}, {digits(seconds)} s from files to file{verified}")
-    print(f"{options.output}: {list(shape)} {dtype}")
+    print(_describe(f"{options.output}:", shape, dtype))
+
+
+def _describe(name: str, shape: Shape, dtype: torch.dtype) -> str:
+    """Name the axes: a file of ``[batch, tokens, heads, dim]`` may be attended to without error."""
+    axes = zip(("batch", "heads", "tokens", "dim"), shape, strict=True)
+    return f"{name} [{', '.join(f'{axis} {length}' for axis, length in axes)}] {dtype}"
 
 
 def _attend_mapped(
@@ -91,10 +98,13 @@ def _attend_mapped(
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
-        if options.lse:
+        if options.lse is not None:
             lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
+        if options.executor == "ray":
+            note_start()
         opened = files.enter_context(open_executor(options.executor))
         number = options.num_tasks or opened.choose_num_tasks(problem)
+        note_idle(number, max(inputs[0].shape[2], inputs[1].shape[2]))
         attend(
             opened,
             problem,
@@ -115,7 +125,7 @@ def _attend_within_budget(
     options: argparse.Namespace, inputs: Sequence[InFile], shape: Shape, dtype: torch.dtype
 ) -> str:
     """Attend from files to files within a memory budget; say with which tasks and backend."""
-    if options.num_tasks is not None or options.executor != "local" or options.lse:
+    if options.num_tasks is not None or options.executor != "local" or options.lse is not None:
         raise ValueError("--budget cannot be combined with --tasks, --executor or --lse")
     with ExitStack() as stack:
         directory = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import cqs
 from cqs.arguments import as_integer
-from cqs.commands.integers import parse_integer
+from cqs.commands.options import add_causal, note_idle, note_start, parse_integer
 from cqs.commands.plan import task_columns
 from cqs.executors.ray import AttentionFuture, RunReport
 from cqs.executors.verify import VerificationError
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_integer, default=16384, metavar="N", help="default: 16K")
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
     add("--workers", type=int, metavar="P", help="default: one per GPU, else per core")
-    add("--is-causal", "--causal", action="store_true")
+    add_causal(parser, default=False)
     add("--kill", action="store_true", help="compute once more and kill a worker meanwhile")
 
 
@@ -51,20 +51,24 @@ def run(options: argparse.Namespace) -> None:
     plan = problem.make_plan(options.num_tasks)
     print(f"random tensors, {_NUM_HEADS} heads of {_HEAD_DIM}, {dtype}")
     print(plan)
+    note_idle(plan.num_tasks, options.seqlen)
 
     arguments = {"is_causal": options.is_causal, "num_tasks": plan.num_tasks, "verify": True}
     if importlib.util.find_spec("ray") is None:
         if options.kill:
             raise ValueError("--kill requires Ray: pip install 'cqs-attention[ray]'")
         print("without Ray one process computes all tasks: pip install 'cqs-attention[ray]'")
+        start = time.perf_counter()
         output = cqs.attention(query, key, value, **arguments)
+        tasks_seconds = time.perf_counter() - start
     else:
-        output = _attend_on_workers(options, problem, plan, arguments)
+        output, tasks_seconds = _attend_on_workers(options, problem, plan, arguments)
     assert isinstance(output, Tensor)
     start = time.perf_counter()
     dense = F.scaled_dot_product_attention(query, key, value, is_causal=options.is_causal)
     seconds = time.perf_counter() - start
-    hint = "" if torch.cuda.is_available() else "; tasks on the same cores save no time"
+    on_gpus = torch.cuda.is_available()
+    hint = "" if on_gpus or tasks_seconds < seconds else "; tasks on the same cores saved no time"
     print(f"one dense call on all cores: {seconds:.2f} s{hint}")
     difference = float((output - dense).abs().max())
     print(f"float64 on sampled rows: correct; largest difference from dense: {difference:.2g}")
@@ -72,8 +76,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _attend_on_workers(
     options: argparse.Namespace, problem: Problem, plan: Plan, arguments: dict[str, Any]
-) -> Tensor:
-    """Return the output of a private cluster, and print what its workers did."""
+) -> tuple[Tensor, float]:
+    """Return output and seconds of a private cluster, and print what its workers did."""
+    note_start()
     start = time.perf_counter()
     tensors = problem.query, problem.key, problem.value
     with cqs.Cluster(options.workers) as cluster:
@@ -89,7 +94,7 @@ def _attend_on_workers(
         )
         if options.kill:
             _kill_one(cluster, submit, output, _MOMENT * report.seconds)
-    return output
+    return output, report.seconds
 
 
 def _kill_one(

@@ -9,7 +9,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.commands.integers import parse_integer, parse_integers
+from cqs.commands.options import add_causal, note_idle, parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.report.table import mebibytes, percent, show, tabulate
 from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
@@ -21,9 +21,8 @@ from cqs.scheduler.interest_set_costs import (
 
 _MAX_TABULATED = 2**20
 """Most pairs of token groups in the table, W per task; they take about 2 s."""
-_MAX_DRAWN = 1024
-"""Most tasks in a picture, which has one shape per pair of token groups."""
-
+_MAX_LISTED = 1024
+"""Most tasks in a picture or a list, which have one entry per pair of token groups."""
 
 _MOST_BINS, _MOST_MARKS = 10, 40
 """Most lines of a histogram, and characters of a bar."""
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", dest="seqlen_q", type=parse_integer, default=16384, metavar="N")
     add("--seqlen-kv", type=parse_integer, metavar="N", help="default: as many as queries")
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
-    add("--is-causal", "--causal", action="store_true")
+    add_causal(parser, default=False)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add(
         "--interest-set", type=_parse_interest_set, metavar="A,B,...",
@@ -55,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     kinds = "quorums", "rows", "grid", "documents"
     add("--kind", choices=kinds, default="quorums", help="default: quorums")
-    add("--num-heads", type=int, default=8, help="for the predicted costs")
+    add(
+        "--heads", "--num-heads", dest="num_heads", type=int, default=8, metavar="H",
+        help="for the predicted costs",
+    )  # fmt: skip
+    add("--kv-heads", "--num-kv-heads", type=int, metavar="H", help="default: as many as heads")
     add("--head-dim", type=int, default=64, help="for the predicted costs")
     add("--itemsize", type=int, default=2, help="bytes per element, for the predicted costs")
     add(
@@ -73,13 +76,15 @@ def _parse_interest_set(text: str) -> str | list[int]:
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan, and draw it with ``--picture``."""
-    if options.interest_sets is not None and (options.json or options.picture):
+    if options.interest_sets is not None and (options.json or options.picture is not None):
         raise ValueError("--interest-sets prints a table, and must be without --json and --picture")
-    if options.picture:
-        as_integer("--tasks with --picture", options.num_tasks, 1, _MAX_DRAWN)
+    if options.picture is not None:
+        as_integer("--tasks with --picture", options.num_tasks, 1, _MAX_LISTED)
         from cqs.plotting import check_picture, save_owners
 
         check_picture(options.picture)
+    if options.json == "tasks":
+        as_integer("--tasks with --json tasks", options.num_tasks, 1, _MAX_LISTED)
     problem: dict[str, Any] = {
         "seqlen_q": options.seqlen_q,
         "seqlen_kv": options.seqlen_kv,
@@ -87,7 +92,8 @@ def run(options: argparse.Namespace) -> None:
         "is_causal": options.is_causal,
         "pattern": None if options.pattern is None else parse_pattern(options.pattern),
     }
-    shape = AttentionShape(options.num_heads, options.head_dim, itemsize=options.itemsize)
+    heads = options.num_heads, options.head_dim
+    shape = AttentionShape(*heads, num_kv_heads=options.kv_heads, itemsize=options.itemsize)
     if options.interest_sets is not None:
         problem["num_tasks"] = options.interest_sets
         default = make_plan(1, num_tasks=options.interest_sets).interest_set
@@ -98,11 +104,12 @@ def run(options: argparse.Namespace) -> None:
     if isinstance(chosen, str):
         chosen = choose_interest_set(**problem, shape=shape, by=chosen)
     plan = make_plan(**problem, kind=Quorums(tuple(chosen)) if chosen else options.kind)
+    note_idle(plan.num_tasks, max(plan.seqlen_q, plan.seqlen_kv))
     if options.json:
         print(plan.to_json(list_tasks=options.json == "tasks"))
     else:
         _print_tasks(plan, shape, as_integer("--rows", options.rows, 1))
-    if options.picture:
+    if options.picture is not None:
         save_owners(plan, options.picture)
         print(f"picture: {options.picture}", file=sys.stderr)
 

@@ -13,6 +13,9 @@ import cqs
 Command = tuple[ModuleType, Callable[[argparse.Namespace], object]]
 """A module with a docstring and ``add_arguments``, and a function that takes its options."""
 
+_MARKS_OF_SIZE = "DefaultCPUAllocator", "Storage size calculation overflowed", "CUDA out of memory"
+"""What PyTorch says of tensors that do not fit; it has no error type for those on the CPU."""
+
 
 def run_program(
     program: str,
@@ -35,6 +38,9 @@ def run_program(
         arguments: Words of the command line; ``None`` means those of this process.
         examples: Command lines for ``--help``.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller: no other file may take its number
+            setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Results contain paths, which are bytes: invalid Unicode is printed unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -88,6 +94,9 @@ def _run_command(
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except Exception as error:
+        if any(mark in str(error) for mark in _MARKS_OF_SIZE):
+            print(f"{name}: too little memory: {error}".partition("\n")[0], file=sys.stderr)
+            return 2
         from cqs.executors.ray import TaskFailedError, WorkersFailedError
         from cqs.executors.verify import VerificationError
 

@@ -11,13 +11,19 @@ from tqdm import tqdm
 
 import cqs
 from cqs.arguments import as_integer
-from cqs.commands.integers import parse_integer, parse_integers
+from cqs.commands.options import (
+    add_causal,
+    note_idle,
+    note_start,
+    parse_integer,
+    parse_integers,
+)
 from cqs.patterns.text import PATTERN_HELP
 from cqs.plotting import check_picture
 from cqs.report.drivers import LocalDriver, RayDriver
 from cqs.report.findings import find
 from cqs.report.measurement import append_rows, check_rows
-from cqs.report.page import FILE, check_directory, write_report
+from cqs.report.page import FILE, ROWS, check_directory, write_report
 from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.sections import summarize_rows
 from cqs.report.settings import Settings
@@ -46,9 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--executor", choices=("local", "ray"), default="local")
     add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=of_tokens)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
-    add("--is-causal", "--causal", action="store_true")
-    add("--heads", dest="num_heads", type=int, default=num_heads, metavar="H", help=of_heads)
-    add("--kv-heads", dest="num_kv_heads", type=int, metavar="H", help="default: as many as heads")
+    add_causal(parser, default=False)
+    add(
+        "--heads", "--num-heads", dest="num_heads", type=int, default=num_heads, metavar="H",
+        help=of_heads,
+    )  # fmt: skip
+    add(
+        "--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=int, metavar="H",
+        help="default: as many as heads",
+    )  # fmt: skip
     add("--head-dim", type=int, default=head_dim, metavar="D", help=of_head_dim)
     add("--dtype", choices=_DTYPES, default=dtype, help=of_dtype)
     add(
@@ -62,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--address", help="address of a running Ray cluster (default: start one)")
     add(
         "--out", metavar="DIR", default="cqs-report",
-        help=f"directory for {FILE} and rows.jsonl, to which rows are appended; "
+        help=f"directory for {FILE} and {ROWS}, to which rows are appended; "
         "default: cqs-report",
     )  # fmt: skip
 
@@ -75,11 +87,12 @@ def run(options: argparse.Namespace) -> None:
     """
     settings = _read_settings(options)
     tasks = sorted({as_integer("--tasks", number, 1, MAX_LISTED) for number in options.tasks})
+    note_idle(tasks[-1], settings.tokens)
     directory = Path(options.out)
     directory.mkdir(parents=True, exist_ok=True)
     check_picture(directory / "report.png")
     check_directory(directory)
-    path = directory / "rows.jsonl"
+    path = directory / ROWS
     check_rows(str(path))
     keys = list(product(PASSES[: 1 + options.backward], tasks))
     rows: list[ScalingRow] = []
@@ -88,6 +101,7 @@ def run(options: argparse.Namespace) -> None:
             if settings.executor == "local":
                 driver = LocalDriver(settings)
             else:
+                note_start(options.address)
                 cluster = cqs.Cluster(options.workers, address=options.address)
                 driver = RayDriver(settings, stack.enter_context(cluster))
             number = len(keys) * (1 + settings.repeats)

@@ -4,9 +4,10 @@ import argparse
 import math
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.commands.integers import parse_integer, parse_integers
+from cqs.commands.options import add_causal, note_idle, parse_integer, parse_integers
 from cqs.report.table import Table, digits, percent, show
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Prediction, predict
@@ -14,9 +15,11 @@ from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.workload import Workload
 
-_METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", "2-D")
-_LINKS = {"nvlink": 300e9, "ib": 50e9}
-"""Bytes per second of a device and direction: NVLink 4 as NCCL uses it, and 400 Gb/s InfiniBand."""
+_PADDED = "ulysses padded"
+_METHODS = ("cqs quorums", "cqs", "ring", "all-gather", "ulysses", _PADDED, "2-D")
+_LINKS = {"nvlink": 300e9, "pcie": 25e9, "ib": 50e9}
+"""Bytes per second of a device and direction: NVLink 4 and PCIe 4.0 x16 as NCCL uses them, and
+400 Gb/s InfiniBand."""
 
 
 def _link(text: str) -> float:
@@ -37,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 8,64,512,4096",
     )  # fmt: skip
     add("--seqlen", type=parse_integer, default=2**20, metavar="N", help="default: 1M")
-    add("--heads", type=int, default=32, metavar="H")
-    add("--kv-heads", type=int, metavar="H", help="default: as many")
+    add("--heads", "--num-heads", type=int, default=32, metavar="H")
+    add("--kv-heads", "--num-kv-heads", type=int, metavar="H", help="default: as many as heads")
     add("--head-dim", type=int, default=128, metavar="D")
-    add("--causal", choices=("yes", "no"), default="yes")
+    add_causal(parser, default=True)
     add(
         "--backward", dest="passes", action="store_const", const="both", default="forward",
         help="forward and backward together",
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("machine").add_argument
     add(
         "--link", dest="bandwidth", type=_link, metavar="LINK",
-        help="nvlink, ib or a number of GB/s per device and direction; default: nvlink",
+        help="nvlink, pcie, ib or a number of GB/s per device and direction; default: nvlink",
     )  # fmt: skip
     add("--latency", type=float, metavar="MICROSECONDS", help="of a collective or hop; default: 20")
     add("--rate", type=float, metavar="TFLOPS", help="default: 600 forward, 0.7 of it backward")
@@ -73,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for an invalid option."""
-    if options.slack < 0:
+    if not options.slack >= 0:  # also NaN
         raise ValueError(f"--slack must be at least 0, got {options.slack:g}")
     for number in options.devices:
         as_integer("--devices", number, 1, MAX_NUM_TASKS)
@@ -82,7 +85,7 @@ def check_options(options: argparse.Namespace) -> None:
 def read_case(options: argparse.Namespace) -> Workload:
     """Return the workload of the options."""
     shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
-    return Workload(as_integer("--seqlen", options.seqlen, 1), shape, options.causal == "yes")
+    return Workload(as_integer("--seqlen", options.seqlen, 1), shape, options.is_causal)
 
 
 def show_predictions(
@@ -90,11 +93,12 @@ def show_predictions(
 ) -> dict[int, dict[str, Prediction]]:
     """Print problem and predictions; return these by number of devices, then by method."""
     case, passes = read_case(options), options.passes
+    note_idle(max(options.devices), case.tokens, "devices")
     found = {
         num_devices: {
             method: each
             for method in _METHODS
-            if (each := predict(method, case, num_devices, machine, passes, options.slack / 100))
+            if (each := _predict(method, case, num_devices, machine, passes, options.slack / 100))
         }
         for num_devices in options.devices
     }
@@ -118,6 +122,19 @@ def show_predictions(
     show(Table(header, rows))
     print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
     return found
+
+
+def _predict(method: str, case: Workload, num_devices: int, *options: Any) -> Prediction | None:
+    """Predict a method; Ulysses with padded heads where the devices do not divide these."""
+    if method == _PADDED:
+        shape = case.shape
+        if num_devices > shape.kv_heads or shape.kv_heads % num_devices == 0:
+            return None
+        kv_heads = -(-shape.kv_heads // num_devices) * num_devices
+        heads = shape.num_heads // shape.kv_heads * kv_heads
+        shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
+        method, case = "ulysses", replace(case, shape=shape)
+    return predict(method, case, num_devices, *options)
 
 
 def describe_problem(case: Workload, machine: Machine, passes: str) -> str:

@@ -111,9 +111,9 @@ def _begun(target: str, directory: WorkingDirectory) -> Path | None:
             f"'{directory.path}' is of another computation: its output so far is '{partial}', "
             f"which does not become {target!r}"
         )
-    if not partial.is_file() and directory.has_made(wanted):
+    if not partial.exists() and directory.has_made(wanted):
         os.link(wanted, partial)  # the earlier run was killed after it had renamed the file
-    if not partial.is_file():
+    if partial.is_symlink() or not partial.is_file():
         raise directory.damaged(partial)
     return partial
 

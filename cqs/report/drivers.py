@@ -28,7 +28,8 @@ class LocalDriver:
         """
         self.settings = settings
         self._work_of = cache(partial(MeasuredPass, settings))
-        self._bytes_of_one = cache(self._weigh_one)
+        self._ones: dict[str, tuple[int, list[float]]] = {}
+        """Peak bytes, and seconds of every repeat, of one task, by pass: the same in all rows."""
         self._timer = make_timer()
 
     def measure(
@@ -48,13 +49,23 @@ class LocalDriver:
         plan = work.problem.make_plan(num_tasks)
         held = self._check(work, plan)
         tick()
-        computations = {
-            "one": lambda: self._time_one(work),
+        computations: dict[str, Callable[[], Any]] = {
             "dense": lambda: self._timer.time(work.dense)[0],
             "all": lambda: self._time_all(work, plan),
         }
-        found = run_in_turn(computations, self.settings.repeats, tick)
-        turns = [RepeatTimes(**seconds.pop("all"), **seconds) for seconds in found]
+        if num_tasks > 1 and name not in self._ones:
+            computations["one"] = lambda: self._time_one(work)
+        found = list(run_in_turn(computations, self.settings.repeats, tick))
+        if num_tasks == 1:
+            seconds = [turn["all"].get("whole", turn["all"]["tasks"][0]) for turn in found]
+            self._ones[name] = held[0].peak, seconds
+        elif name not in self._ones:
+            self._ones[name] = self._weigh_one(work), [turn["one"] for turn in found]
+        one_bytes, ones = self._ones[name]
+        turns = [
+            RepeatTimes(**turn["all"], one=one, dense=turn["dense"])
+            for turn, one in zip(found, ones, strict=True)
+        ]
         num_devices = min(self.max_devices, num_tasks)
         return make_row(
             self.settings,
@@ -62,7 +73,7 @@ class LocalDriver:
             plan,
             turns=turns,
             held=held,
-            one_bytes=self._bytes_of_one(work),
+            one_bytes=one_bytes,
             num_devices=num_devices,
         )
 
@@ -83,7 +94,8 @@ class LocalDriver:
             self._timer.time(partial(work.compute, task, work.hold(task))) for task in plan.tasks
         ]
         seconds, results = zip(*timed, strict=True)
-        return {"tasks": seconds, "merge": self._timer.time(partial(work.merge, results))[0]}
+        merge = self._timer.time(partial(work.merge, results))[0] if plan.num_tasks > 1 else 0.0
+        return {"tasks": seconds, "merge": merge}
 
     def _time_one(self, work: MeasuredPass) -> float:
         """Return the seconds of one worker."""

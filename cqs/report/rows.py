@@ -85,7 +85,7 @@ class ScalingRow(Measurement, Settings):
     dense_ms: float
     """Time of one PyTorch call over all pairs, in milliseconds."""
     speedup: float
-    """Time of one worker divided by the time of all workers."""
+    """Median time of one task divided by that of all workers; 1 for one task."""
 
     @property
     def passes(self) -> str:
@@ -176,7 +176,7 @@ def make_row(
         bytes_out=max(each.returned for each in held),
         slowest_ms=1e3 * float(tasks[slowest]),
         mean_ms=1e3 * float(tasks.mean()),
-        speedup=float(np.median(np.divide([turn.one for turn in turns], wholes))),
+        speedup=float(np.median([turn.one for turn in turns]) / np.median(wholes)),
         **{f"{name}_ms": milliseconds(name) for name in ("merge", "transfer", "one", "dense")},
         **fields_of(settings, plan),
         **summarize(wholes),  # type: ignore[arg-type]

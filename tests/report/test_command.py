@@ -32,7 +32,8 @@ def keys_of(path):
     return read_rows(path, lambda row: [(row["num_tasks"], row["benchmark"].split()[-1])])
 
 
-def test_a_report_is_written(tmp_path, capsys):
+def test_a_report_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     out = tmp_path / "new" / "folder"
     options = ["--tasks", "3,1", "--backward", "--backend", "reference", "--out", str(out)]
     assert main([*TINY, *options]) == 0
@@ -95,22 +96,24 @@ def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, m
 
 
 @pytest.mark.parametrize("name", ["report.html", "rows.jsonl"])
-@pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
 def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
     path = tmp_path / name
     if kind == "file":
         path.write_text("cqs report, by hand\n")
     elif kind == "folder":
         path.mkdir()
-    else:
+    elif kind == "pipe":
         os.mkfifo(path)
-    before = os.stat(path)
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    before = os.lstat(path)
     monkeypatch.setattr(
         "cqs.report.drivers.MeasuredPass", lambda *_: pytest.fail("it was measured")
     )
     assert main([*TINY, "--tasks", "1", "--out", str(tmp_path)]) == 2
     assert str(path) in capsys.readouterr().err.splitlines()[-1]
-    after = os.stat(path)
+    after = os.lstat(path)
     assert os.listdir(tmp_path) == [name]
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 

@@ -157,7 +157,7 @@ def test_the_page_opens_with_findings_and_the_partition(reports):
         "Memory: with 111 tasks, a task holds at most 7.1 MiB, 10.9 % of the peak of the whole "
         "problem as one task.",
         "Speed-up: 111 devices would take 12.6 ms for the forward pass in 111 tasks, and one "
-        "device 1,200 ms for one task: 95.1 times as fast (median of the ratios of each repeat).",
+        "device 1,200 ms for one task: 95.1 times as fast (ratio of the medians).",
         "Merge: 7.93 % of the time for 111 tasks merges their results.",
     ]
     assert opening.index("</ul>") < opening.index("<img ") < opening.index("111 tasks</figcaption>")

@@ -1,6 +1,7 @@
-"""Integers as options take them."""
+"""Options that several commands take, and notes about them."""
 
 import argparse
+import sys
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -35,3 +36,24 @@ def parse_integers(text: str) -> list[int]:
         [8, 65536]
     """
     return [parse_integer(part) for part in text.split(",")]
+
+
+def add_causal(parser: argparse.ArgumentParser, *, default: bool) -> None:
+    """Declare ``--causal``, ``--is-causal`` and their opposites."""
+    parser.add_argument(
+        "--is-causal", "--causal", action=argparse.BooleanOptionalAction, default=default,
+        help=f"whether attention is causal; default: {'yes' if default else 'no'}",
+    )  # fmt: skip
+
+
+def note_idle(number: int, tokens: int, name: str = "tasks") -> None:
+    """Note that there are more tasks than tokens."""
+    if number > tokens:
+        note = f"{number:,} {name} for {tokens:,} tokens: those without tokens compute nothing"
+        print(note, file=sys.stderr)
+
+
+def note_start(address: str | None = None) -> None:
+    """Note that a private Ray starts, which takes a while."""
+    if address is None:
+        print("starting Ray on this machine, which takes 10 to 30 s", file=sys.stderr, flush=True)
