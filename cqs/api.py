@@ -18,6 +18,7 @@ from cqs.patterns import Pattern
 from cqs.problem import check_problem
 from cqs.problem.masks import add_mask
 from cqs.problem.scores import Scores, take_apart
+from cqs.problem.tensors import autocast
 from cqs.scheduler import Kind
 from cqs.uncompiled import replaced_in_graphs
 from cqs.worker.backends import check_backend_name
@@ -56,6 +57,7 @@ def _attention_in_graph(
         return NotImplemented
     if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
         return NotImplemented  # an error
+    query, key, value = autocast(query, key, value)
     if attn_mask is not None:
         if query.ndim != 4 or key.ndim != 4:
             return NotImplemented  # an error
@@ -64,8 +66,8 @@ def _attention_in_graph(
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     is_dense = pattern is None and not (dropout_p or verify or progress)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
-    if score_mod is not None:
+    of_scores, softcap, bias_requires_grad, is_eager = take_apart(scores)
+    if is_eager:
         return NotImplemented
     handles = *of_scores, handle_of(pattern), seed_of(dropout_p, seed)
     of_problem = is_causal, scale, softcap, bias_requires_grad, dropout_p
@@ -102,11 +104,13 @@ def attention(
     The signature begins with that of ``torch.nn.functional.scaled_dot_product_attention``, and
     results are equal up to rounding, with these differences:
 
-    - Causal attention of unequal lengths is aligned at the bottom right.
+    - Causal attention of unequal lengths is aligned at the bottom right: the last query attends to
+      all keys. The ``is_causal`` of that function is aligned at the top left.
     - A query that attends to no key has output 0 and LSE -inf.
     - ``attn_mask`` and ``is_causal`` may be combined.
     - ``enable_gqa`` is True unless it is given.
 
+    Under ``torch.autocast`` query, key and value are cast as those of that function.
     Sums are accumulated in float32 (float64 for float64 inputs). Inputs are never written to.
     Autograd computes first derivatives of the output; it treats the LSE as a constant.
 
@@ -181,9 +185,7 @@ def attention(
         if known is not None:
             return known.to_result(return_lse)
     problem = check_problem(
-        query,
-        key,
-        value,
+        *autocast(query, key, value),
         is_causal=is_causal,
         pattern=pattern,
         scale=scale,

@@ -10,9 +10,20 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 
 Arguments = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 """The grid of a launch, its positional and its keyword arguments."""
+
+
+class _WriteOnly(FileCacheManager):
+    """A cache of compiled kernels that finds none."""
+
+    def get_file(self, filename: str) -> None:
+        return None
+
+    def get_group(self, filename: str) -> None:
+        return None
 
 
 class _Prepared(NamedTuple):
@@ -109,7 +120,15 @@ class Launcher:
         # New objects, because one tensor may be passed as two of them, such as query and key.
         aliases = tuple([tensor.detach() for tensor in tensors])
         grid, positional, named = make(*aliases)
-        compiled = self._kernel[grid](*positional, **named)
+        try:
+            compiled = self._kernel[grid](*positional, **named)
+        except Exception:
+            if not hasattr(self._kernel, "device_caches"):
+                raise  # Triton interprets the kernel
+            self._kernel.device_caches.clear()
+            with triton.knobs.cache.scope():  # its files on disk may be damaged: write new ones
+                triton.knobs.cache.manager_class = _WriteOnly
+                compiled = self._kernel[grid](*positional, **named)
         if getattr(compiled, "function", None) is None:
             return  # Triton interprets the kernel, or has only compiled it
         names = self._kernel.arg_names[len(positional) :]

@@ -9,11 +9,22 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+def check_not_traced(name: str) -> None:
+    """Raise NotImplementedError in ``torch.jit.trace``, which would fix lengths, mask and seed."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{name} of cqs must not be called in torch.jit.trace, which would keep the lengths, "
+            "mask and random seed of this call for all others: use torch.compile"
+        )
+
+
 def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make ``torch.compile`` break its graph at calls of a function, which then runs eagerly.
 
     ``torch.compiler.disable`` does the same, but imports the compiler and Triton at once. This
-    decorator imports nothing, not even PyTorch, because most programs compile nothing.
+    decorator imports nothing, not even PyTorch, because most programs compile nothing. Calls in
+    ``torch.jit.trace`` raise NotImplementedError.
     """
     return replaced_in_graphs(lambda *_, **__: NotImplemented, lambda: 0)(function)
 
@@ -50,6 +61,7 @@ def replaced_in_graphs(
                         message = f"{function.__name__} of cqs runs outside of the graph"
                         torch._dynamo.skip_frame(msg=message)
                     return found
+            check_not_traced(function.__qualname__)
             if count_modes():
                 found = in_graph(*args, **kwargs)
                 if found is not NotImplemented:

@@ -69,6 +69,7 @@ class Drawn:
         self.softcap = generator.choice([0.5, 3.0]) if wants("softcap") else None
         shapes = [(num_heads,), (batch, num_heads)]
         self.slopes = generator.choice(shapes) if wants("alibi_slopes") else None
+        self.has_slopes_gradient = names is None and generator.random() < 0.5
         shape = tuple(size if generator.random() < 0.7 else 1 for size in sizes)
         cut = generator.choice([0, 0, 1, 2])
         self.bias = (
@@ -87,14 +88,16 @@ class Drawn:
             return drawn.to(self.dtype).to(dtype or self.dtype).requires_grad_(requires_grad)
 
         sinks = None if self.sinks is None else draw(self.sinks)
-        slopes = None if self.slopes is None else draw(self.slopes, False).abs().float() / 8
+        slopes = None if self.slopes is None else draw(self.slopes, False).abs() / 8
+        if slopes is not None:
+            slopes = slopes.requires_grad_() if self.has_slopes_gradient else slopes.float()
         bias = None if self.bias is None else draw(self.bias, self.has_bias_gradient)
         table = None if self.score_mod is None else draw(self.table)
         score_mod = None if table is None else self.score_mod(table)
         scores = cqs.Scores(sinks, self.softcap, slopes, bias, score_mod)
         leaves = [
             leaf
-            for leaf in (sinks, bias, table if self.score_mod is relative else None)
+            for leaf in (sinks, bias, table if self.score_mod is relative else None, slopes)
             if leaf is not None and leaf.requires_grad
         ]
         return scores, leaves

@@ -47,8 +47,8 @@ PATTERNS = {
 
 
 def packed(seqlen_q, seqlen_kv, **options):
-    """Documents of unequal lengths where the sequences are; some tokens belong to none."""
-    sides = [[0, n // 4, n // 3, n // 3 + n // 70, n - n // 6] for n in (seqlen_q, seqlen_kv)]
+    """Documents of unequal lengths where the sequences are."""
+    sides = [[0, n // 4, n // 3, n // 3 + n // 70, n - n // 6, n] for n in (seqlen_q, seqlen_kv)]
     return documents(*(sides[:1] if seqlen_q == seqlen_kv else sides), **options)
 
 

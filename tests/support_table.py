@@ -57,8 +57,8 @@ PATTERNS = {
     "global_tokens([0, 3, 40])": lambda q, k: global_tokens([0, 3, 40]),
     "longformer(10, 3)": lambda q, k: longformer(10, 3),
     "bigbird(block=8)": lambda q, k: bigbird(block=8),
-    "documents([0, 21, 30, 31, 40])": lambda q, k: (
-        documents([0, 21, 30, 31, 40]) if q == k else documents([0, 4, 9, 9, q], [0, 21, 30, 31, k])
+    "documents([0, 21, 30, 31, 47])": lambda q, k: (
+        documents([0, 21, 30, 31, q]) if q == k else documents([0, 4, 9, 9, q], [0, 21, 30, 31, k])
     ),
     "acsr(start, step, count)": lambda q, k: acsr([i // 9 for i in range(q)], [2] * q, [9] * q),
     "block_sparse(layout, 8)": lambda q, k: block_sparse(random_bits(-(-q // 8), -(-k // 8)), 8),

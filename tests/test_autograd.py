@@ -2,18 +2,22 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from support.exact import assert_tracks_exact
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cqs
 from benchmarks.cases import CASES, Case, visible_mask
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
+from cqs.partial import Partial, merge_partials
 from cqs.patterns import causal, per_head, strided
 
 BY_NAME = {case.name: case for case in CASES}
@@ -25,6 +29,15 @@ SHAPES = (
     Case("cross-causal", 75, 150, 2, 2, is_causal=True),
     Case("more-queries-causal", 150, 75, 2, 2, is_causal=True),
 )
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+LOCAL = {
+    "one-task": cqs.attention,
+    "tasks": partial(cqs.attention, num_tasks=3, is_causal=True),
+    "reference": partial(cqs.attention, backend="reference"),
+    "flex": cqs.flex_attention,
+    "streaming": partial(cqs.streaming.attention, memory_budget="1MiB", device="cpu"),
+    "compiled": lambda *each: torch.compile(cqs.attention, backend="aot_eager")(*each),
+}
 
 
 def differentiate(problem, dtype, attend):
@@ -251,9 +264,35 @@ def kept_without_a_collection(attention=cqs.attention, needs_gradients=True, **o
 def test_autocast_leaves_patterns_by_head_alone():
     tensors = [torch.randn(2, 2, 8, 4, dtype=torch.float16) for _ in range(3)]
     pattern = per_head([[strided(3)], [causal()]])
-    expected = cqs.attention(*tensors, pattern=pattern)
+    expected = cqs.attention(*(each.bfloat16() for each in tensors), pattern=pattern)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(cqs.attention(*tensors, pattern=pattern), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Converting a tensor")
+@pytest.mark.parametrize(
+    "attend",
+    [
+        *(each for name, each in LOCAL.items() if name != "compiled"),
+        partial(cqs.attention, scale=0.25),
+        cqs.distributed.attention,
+        cqs.distributed.prepare,
+        lambda *each: cqs.Cluster.attention(None, *each),
+        lambda *each: cqs.Cluster.submit(None, *each),
+        lambda *each: merge_partials([Partial(one, one[..., 0]) for one in each]),
+        lambda *each: merge_partials(
+            [Partial(one.repeat(1, 1, 410, 1), one[..., 0].repeat(1, 1, 410)) for one in each]
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_mode", [False, True])
+def test_traces_of_torch_jit_are_refused(attend, has_mode):
+    def call(*tensors):
+        with FlopCounterMode(display=False) if has_mode else nullcontext():
+            return attend(*tensors)
+
+    with pytest.raises(NotImplementedError, match="must not be called in torch.jit.trace"):
+        torch.jit.trace(call, [torch.randn(1, 2, 20, 8) for _ in range(3)])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -269,14 +308,18 @@ def test_other_derivatives_are_refused():
         cqs.attention(query, forward_ad.make_dual(query, query), query)
 
 
-@pytest.mark.parametrize("num_tasks", [1, 3])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_autocast_changes_nothing(backend, num_tasks):
-    problem = BY_NAME["ragged"].make()
-    expected = differentiate(problem, torch.float32, split(num_tasks, backend=backend))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = differentiate(problem, torch.float32, split(num_tasks, backend=backend))
-    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
+@pytest.mark.parametrize("attend", LOCAL.values(), ids=LOCAL)
+@pytest.mark.parametrize("dtypes", [(F32, F32, BF16), (F32,) * 3, (F16,) * 3, (F64,) * 3])
+def test_autocast_casts_what_it_casts_for_sdpa(attend, dtypes):
+    leaves = [torch.randn(1, 2, 20, 8, dtype=each, requires_grad=True) for each in dtypes]
+    with torch.autocast("cpu", BF16):
+        dtype = torch.nn.functional.scaled_dot_product_attention(*leaves).dtype
+        found = attend(*leaves)
+        with torch.autocast("cpu", enabled=False):
+            expected = attend(*(each.to(dtype) for each in leaves))
+    assert found.dtype == dtype and torch.equal(found, expected)
+    gradients = [torch.autograd.grad(each.sum(), leaves) for each in (found, expected)]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_queries_that_see_no_key_have_no_gradient():

@@ -172,11 +172,6 @@ SCORES = {
     ),
     "slopes-batch": (scored(alibi_slopes=tensor(3, 4)), ValueError, r"slopes .* got \[3, 4\]"),
     "slopes-rank-3": (scored(alibi_slopes=tensor(2, 4, 1)), ValueError, r"slopes .* \[2, 4, 1\]"),
-    "slopes-gradient": (
-        scored(alibi_slopes=tensor(4, requires_grad=True)),
-        ValueError,
-        r"scores\.alibi_slopes must not require gradients: detach them, or pass score_mod",
-    ),
     "slopes-device": (
         scored(alibi_slopes=tensor(4, device="meta")),
         ValueError,

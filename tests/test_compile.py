@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from itertools import pairwise, starmap
 
 import numpy as np
 import pytest
@@ -103,6 +104,18 @@ def test_a_graph_has_the_whole_call(options):
 
 
 @pytest.mark.sample(9)
+@pytest.mark.parametrize("name", ["full", "window", "documents", "per-head"])
+def test_graphs_run_in_inference_mode_and_outside(name):
+    tensors = [each.detach() for each in operands()]
+    options = {**CALLS[name]}
+    compiled = torch.compile(
+        lambda *each: cqs.attention(*each, **options), backend="aot_eager", fullgraph=True
+    )
+    for first in (True, False, True):
+        with torch.inference_mode(first):
+            torch.testing.assert_close(compiled(*tensors), cqs.attention(*tensors, **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["window", "causal"])
 def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):
@@ -356,7 +369,7 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
     assert len(num_runs) == 1 + (1 if is_saved else 2)
 
 
-HANDLE, SEED = torch.from_numpy(DOCUMENTS.handle), torch.tensor(5)
+HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)
 OPTIONS = (True, None, 2.0, False, 0.3, 7, "rows", None, False, False)
 
 
@@ -381,6 +394,16 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
     opcheck(backward.default, (output, *tensors, output, lse, *where, *options))
 
 
+def test_gradients_of_a_transposed_bias_pass_opcheck():
+    import cqs.executors.local_operator  # noqa: F401  # defines the operator
+
+    output = torch.randn(1, 2, 9, 4)
+    where = None, None, torch.randn(1, 2, 9, 9).mT, None, None
+    options = False, None, None, True, 0.0, *OPTIONS[5:]
+    of_call = *[output] * 5, torch.zeros(1, 2, 9), *where, *options
+    opcheck(torch.ops.cqs.dense_attention_backward.default, of_call)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -402,6 +425,16 @@ def test_the_operator_of_patterns_passes_opcheck(arguments):
     from cqs.executors import operators  # noqa: F401
 
     opcheck(torch.ops.cqs.made.default, arguments)
+
+
+@pytest.mark.parametrize(
+    "maker", ["os:system", "builtins:eval", "cqs.files:read_lines", "cqs.patterns.text:_evaluate"]
+)
+def test_the_operator_of_patterns_calls_nothing_else(maker):
+    from cqs.executors import operators  # noqa: F401
+
+    with pytest.raises(ValueError, match=f"maker must be a function that makes .* '{maker}'"):
+        torch.ops.cqs.made(maker, "", "['exit 1']", [], [])
 
 
 def test_a_handle_keeps_its_value_and_no_longer():
@@ -438,10 +471,11 @@ def test_patterns_of_many_steps_leave_nothing_behind(num_steps):
 
     train(0, 1)
     with torch.compiler.set_stance("fail_on_recompile"):
-        handles, objects = train(1, 400)  # fills the caches of plans and of kernels
-        handles_after, objects_after = train(400, num_steps)
-    assert handles_after == handles
-    assert objects_after < objects + 1000
+        ends = 1, 400, (400 + num_steps) // 2, num_steps  # the first fill the caches
+        handles, objects = zip(*starmap(train, pairwise(ends)), strict=True)
+    assert len(set(handles)) == 1
+    # Other threads may import modules meanwhile; a leak is seen in every round.
+    assert min(after - before for before, after in pairwise(objects)) < 200
 
 
 WRONG = {

@@ -1,9 +1,14 @@
+import errno
+import shutil
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from support.exact import assert_tracks_exact
 
-from cqs.partial import Partial, RunningMerge, fused_merge
+from cqs.partial import Partial, RunningMerge, cpu_merge, fused_merge, lse_dtype
 from cqs.partial.fused_merge import merge_rows, sum_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -18,7 +23,8 @@ def random_partial(rows, dtype, device):
 
 def merged_one_by_one(parts, rows, dtype, device):
     output = torch.empty(2, 3, rows, 24, dtype=dtype, device=device)
-    merge = RunningMerge(Partial(output, torch.empty(2, 3, rows, device=device)))
+    lse = torch.empty(2, 3, rows, dtype=lse_dtype(dtype), device=device)
+    merge = RunningMerge(Partial(output, lse))
     for partial, where in parts:
         merge.add(partial, where)
     return merge.finish()
@@ -85,6 +91,21 @@ def test_rows_that_nothing_answers_are_empty(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 7.0])
+def test_what_rows_without_keys_hold_is_ignored(garbage, device):
+    good, bad, zero = (random_partial(10, torch.float32, device) for _ in range(3))
+    bad.lse[:, :, ::2], bad.output[:, :, ::2] = -torch.inf, garbage
+    zero.lse.copy_(bad.lse)
+    zero.output.copy_(bad.output.masked_fill(bad.lse.isinf().unsqueeze(-1), 0))
+    for parts in ([good, bad], [bad, good], [bad], [bad, bad]):
+        answer, expected = (random_partial(10, torch.float32, device) for _ in range(2))
+        merge_rows(answer, [(part, slice(None)) for part in parts])
+        clean = [zero if part is bad else part for part in parts]
+        merge_rows(expected, [(part, slice(None)) for part in clean])
+        assert all(map(torch.equal, answer, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_in_its_row(device):
     first, second = (random_partial(10, torch.float32, device) for _ in range(2))
     first.output[:, :, 4] = torch.nan
@@ -136,3 +157,60 @@ def test_parts_run_the_same_code_wherever_they_start(first, monkeypatch):
     )
     merge_rows(Partial(output, torch.ones(2, 3, 10)), parts)
     assert [tensor.data_ptr() % 16 for tensor in tensors] == 6 * [0]
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "another": lambda data: b"\x80\x04K\x07.",
+    "flipped": lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
+}
+
+
+def double(number):
+    return 2 * number
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_is_compiled_again(monkeypatch, tmp_path, damage, ending):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+
+    def call():
+        compiled = cpu_merge._compiled(double)
+        assert compiled(3) == 6
+        return sum(compiled.stats.cache_hits.values())
+
+    assert (call(), call()) == (0, 1)
+    (file, *_) = tmp_path.rglob(f"*.{ending}")
+    file.write_bytes(damage(file.read_bytes()))
+    assert (call(), call()) == (0, 1)
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._save_index", full_disk)
+    shutil.rmtree(tmp_path)
+    assert call() == 0
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FORKS = """
+import os, threading, time, torch
+from cqs.partial import Partial, merge_partials
+torch.set_num_threads(1)  # PyTorch's own threads do not survive a fork
+part = Partial(torch.randn(1, 8, 1500, 64), torch.randn(1, 8, 1500))
+thread = threading.Thread(target=merge_partials, args=([part, part],))
+thread.start()
+while thread.is_alive():
+    if not (child := os.fork()):
+        merge_partials([part, part])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_children_that_are_forked_during_a_first_merge_merge_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=300)

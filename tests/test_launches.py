@@ -85,6 +85,27 @@ def test_later_launches_bind_their_own_tensors():
     assert both[0] is query and both[1] is key and len(both) == 2
 
 
+class Damaged(Kernel):
+    """A kernel whose files in Triton's cache are damaged."""
+
+    device_caches = {0: "a kernel that cannot be loaded"}
+
+    def __getitem__(self, grid):
+        manager = triton.knobs.cache.manager_class
+        if manager is None or self.device_caches:
+            raise ValueError("Expecting value: line 1 column 1")
+        assert manager("AB").get_group("kernel.json") is manager("AB").get_file("x") is None
+        return super().__getitem__(grid)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_kernel_whose_cache_is_damaged_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    kernel, table = Damaged(), draw()
+    launch(Launcher(kernel), draw(), draw(), table)
+    assert len(kernel.first) == 1 and triton.knobs.cache.manager_class is None
+
+
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_of_profilers_see_later_launches(name, monkeypatch):

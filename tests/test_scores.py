@@ -5,13 +5,17 @@ any number of tasks: 2,400 on one device and in parts, 600 on ranks and 20 on Ra
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from random_problems import random_case, random_problem
+from limited import smallest_limit
+from programs import as_dtensor
+from random_problems import TERMS, Call, calls_of_all_pairs, random_case, random_problem
 from score_cases import (
     Drawn,
     assert_equal,
@@ -25,7 +29,9 @@ from score_cases import (
     with_gradients,
 )
 from support.exact import assert_tracks_exact
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cqs
 from benchmarks.cases import Case
@@ -37,7 +43,6 @@ from cqs.worker import BACKENDS
 NUM_CASES = 2400
 BATCH = 10
 CASE = Case("sinks", 41, 50, num_heads=4, num_kv_heads=2, batch=2)
-NAMES = ("sinks", "softcap", "alibi_slopes", "bias", "score_mod")
 
 
 def draw(problem, *names, seed=5):
@@ -72,7 +77,7 @@ def test_random_problems_are_exact(batch):
         assert_equal(compute_by(stream, problem, drawn, **options), exact)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TERMS)
 def test_parts_of_a_long_sequence_are_exact(name):
     case = Case("long", 400, 500, num_heads=4, num_kv_heads=2, head_dim=8, is_causal=True)
     problem = case.make(torch.float64)
@@ -81,9 +86,18 @@ def test_parts_of_a_long_sequence_are_exact(name):
     assert_equal(compute_by(stream, problem, drawn), expected(problem, drawn))
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 500), (400, 1)], ids=str)
+def test_gradients_of_a_bias_add_up_over_parts_of_a_long_sequence(shape):
+    problem = Case("long", 400, 500, num_heads=4, num_kv_heads=2, head_dim=8).make(torch.float64)
+    drawn = draw(problem, "bias")
+    drawn.bias, drawn.has_bias_gradient = shape, True
+    stream = partial(cqs.streaming.attention, memory_budget=300_000, device="cpu")
+    assert_equal(compute_by(stream, problem, drawn), expected(problem, drawn))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TERMS)
 def test_every_dtype(backend, dtype, name):
     if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
         pytest.skip("Triton's interpreter has no bfloat16")
@@ -109,9 +123,20 @@ def test_heads_with_patterns_of_their_own():
     problem = CASE.make(torch.float64)
     windows = [sliding_window(9, 0), causal(), sliding_window(3, 3), causal()]
     problem = replace(problem, pattern=per_head([windows]))
-    drawn = draw(problem, *NAMES)
+    drawn = draw(problem, *TERMS)
     local = partial(cqs.attention, num_tasks=4, verify=True)
     assert_equal(compute_by(local, problem, drawn), expected(problem, drawn))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_tasks": 3}, {"backend": "reference"}], ids=str)
+def test_a_sink_of_infinity_takes_all_weight(options):
+    tensors = [torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3)]
+    sinks = torch.tensor([torch.inf, 0.0], requires_grad=True)
+    output = cqs.attention(*tensors, scores=cqs.Scores(sinks=sinks), **options)
+    assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
+    gradients = torch.autograd.grad(output.sum(), [*tensors, sinks])
+    assert all(each.isfinite().all() for each in gradients)
+    assert (gradients[0][:, 0] == 0).all() and gradients[3][0] == 0
 
 
 def test_sinks_without_gradients_and_infinite_sinks():
@@ -143,54 +168,70 @@ def split_rows(length, marks, rank, number, position):
     return list(joint), own, [*joint, *own] if position == "front" else [*own, *joint]
 
 
-def errors_on_rank(group, problems):
-    """Largest error of each random problem on this rank, in a third of them with joint tokens."""
-    found, rank = [], dist.get_rank(group)
-    for case, cuts, options in problems:
-        problem = case.make(torch.float64)
-        generator = random.Random(str(options))
-        drawn = Drawn(problem, generator)
-        exact = expected(problem, drawn)
-        position = generator.choice(["front", "rear"])
-        numbers = generator.choice([(0, 0), (0, 0), (3, 5), (0, 2), (4, 0)])
-        sides = [
-            split_rows(length, marks, rank, min(number, length), position)
-            for length, marks, number in zip(
-                (case.seqlen_q, case.seqlen_kv), cuts, numbers, strict=True
-            )
-        ]
-        (joint_rows, own_rows, rows), (joint_keys, own_keys, _) = sides
-        scores, leaves = drawn.make()
-        if scores.bias is not None and scores.bias.ndim > 1 and scores.bias.shape[-2] > 1:
-            scores = replace(scores, bias=scores.bias[..., rows, :])
-        parts = own_rows, own_keys, own_keys, joint_rows, joint_keys, joint_keys
-        tensors = [
-            whole[:, :, part].detach().requires_grad_()
-            for whole, part in zip(2 * tensors_of(problem), parts, strict=True)
-        ]
-        names = "joint_query", "joint_key", "joint_value"
-        given = options_of(problem) | options | {"scores": scores, "group": group}
-        given |= {n: t for n, t in zip(names, tensors[3:], strict=True) if t.shape[2]}
-        attend = partial(cqs.distributed.attention, joint_position=position, **given)
-        output, lse = attend(*tensors[:3], return_lse=True)
-        grad = gradient_of_output(exact[0])[:, :, rows]
-        if rank:  # the gradients of all ranks' copies of the joint rows add up
-            grad[:, :, [rows.index(row) for row in joint_rows]] = 0
-        found_gradients = torch.autograd.grad(
-            output, (*tensors, *leaves), grad, materialize_grads=True
+def errors_on_rank(group, calls):
+    return [error_on_rank(group, call) for call in calls]
+
+
+def error_on_rank(group, call):
+    """Largest error of a call on this rank, with and without gradients."""
+    case, rank = call.case, dist.get_rank(group)
+    problem = case.make(torch.float64)
+    drawn = Drawn(problem, random.Random(str(call.options)), call.terms)
+    dropout = {name: call.options[name] for name in ("dropout_p", "seed") if name in call.options}
+    exact = expected(problem, drawn, factors_of(problem, **dropout) if "seed" in dropout else 1.0)
+    position, *numbers = call.joint
+    (joint_rows, own_rows, rows), (joint_keys, own_keys, _) = (
+        split_rows(length, marks, rank, min(number, length), position)
+        for length, marks, number in zip(
+            (case.seqlen_q, case.seqlen_kv), call.cuts, numbers, strict=True
         )
-        gradients = [each.contiguous() for each in found_gradients]
-        with torch.no_grad():
-            without = attend(*tensors[:3])
-        errors = [(without - output).abs().max()] if output.numel() else []
-        for each in gradients[3:]:
-            dist.all_reduce(each, group=group)
-        wanted = [exact[0][:, :, rows], exact[1][:, :, rows]]
-        wanted += [exact[2 + i % 3][:, :, part] for i, part in enumerate(parts)]
-        pairs = zip([output, lse, *gradients], [*wanted, *exact[5:]], strict=True)
-        errors += [(got - want).abs().max() for got, want in pairs if got.numel()]
-        found.append(max(map(torch.Tensor.item, errors), default=0.0))
-    return found
+    )
+    scores, leaves = drawn.make()
+    if scores.bias is not None and scores.bias.ndim > 1 and scores.bias.shape[-2] > 1:
+        scores = replace(scores, bias=scores.bias[..., rows, :])
+    parts = own_rows, own_keys, own_keys, joint_rows, joint_keys, joint_keys
+    tensors = [
+        whole[:, :, part].detach().requires_grad_()
+        for whole, part in zip(2 * tensors_of(problem), parts, strict=True)
+    ]
+    names = "joint_query", "joint_key", "joint_value"
+    of_call = {n: t for n, t in zip(names, tensors[3:], strict=True) if t.shape[2]}
+    of_call |= {"scores": scores}
+    options = {"is_causal": case.is_causal, "pattern": case.pattern, "scale": case.scale}
+    options |= call.options | {"joint_position": position, "group": group, "return_lse": True}
+
+    def attend(more):
+        given, shards = options | of_call | more, tensors[:3]
+        if call.kind == "prepared":
+            seed = {"seed": given.pop("seed")} if "seed" in given else {}
+            return cqs.distributed.prepare(*shards, **given)(*shards, **of_call, **seed)
+        if call.kind == "DTensor":
+            shards = [as_dtensor(shard, group) for shard in shards]
+        found = cqs.distributed.attention(*shards, **given)
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+    limit = {"max_bytes": call.limit * smallest_limit(attend, {})} if call.limit else {}
+    output, lse = attend(limit)
+    grad = gradient_of_output(exact[0])[:, :, rows]
+    if rank:  # the gradients of all ranks' copies of the joint rows add up
+        grad[:, :, [rows.index(row) for row in joint_rows]] = 0
+    found = torch.autograd.grad(output, (*tensors, *leaves), grad, materialize_grads=True)
+    gradients = [each.contiguous() for each in found]
+    with torch.no_grad():
+        without, _ = attend(limit)
+    for each in gradients[3:]:
+        dist.all_reduce(each, group=group)
+    wanted = [exact[0][:, :, rows], exact[1][:, :, rows]]
+    wanted += [exact[2 + i % 3][:, :, part] for i, part in enumerate(parts)]
+    pairs = zip([without, output, lse, *gradients], [wanted[0], *wanted, *exact[5:]], strict=True)
+    errors = [(got - want).detach().abs().max() for got, want in pairs if got.numel()]
+    return max(map(torch.Tensor.item, errors), default=0.0)
+
+
+def assert_exact_on_ranks(ranks, num_ranks, calls):
+    for of_rank in ranks.run(num_ranks, errors_on_rank, calls):
+        for error, call in zip(of_rank, calls, strict=True):
+            assert error < 1e-9, call
 
 
 @pytest.mark.slow
@@ -199,10 +240,23 @@ def errors_on_rank(group, problems):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_ranks_are_exact(ranks, num_ranks, seed):
     generator = random.Random(10 * num_ranks + seed)
-    problems = [random_problem(generator, num_ranks) for _ in range(12)]
-    for of_rank in ranks.run(num_ranks, errors_on_rank, problems):
-        for error, problem in zip(of_rank, problems, strict=True):
-            assert error < 1e-9, problem
+    numbers = [(0, 0), (0, 0), (3, 5), (0, 2), (4, 0)]
+    assert_exact_on_ranks(
+        ranks,
+        num_ranks,
+        [
+            Call(
+                *random_problem(generator, num_ranks),
+                joint=(generator.choice(["front", "rear"]), *generator.choice(numbers)),
+            )
+            for _ in range(12)
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_every_pair_of_options_on_ranks_is_exact(ranks):
+    assert_exact_on_ranks(ranks, 4, calls_of_all_pairs(0, 4))
 
 
 def disagree(group):
@@ -268,6 +322,7 @@ def test_ray_tasks_are_exact(cluster):
     for name, value in (
         ("sinks", leaf.expand(4)),
         ("bias", leaf),
+        ("alibi_slopes", leaf.expand(4)),
         ("score_mod", lambda score, b, h, i, j: score + leaf),
     ):
         scores = cqs.Scores(**{name: value})
@@ -364,11 +419,34 @@ class TableModule(torch.nn.Module):
     forward = Table.scale
 
 
-def test_tensors_of_defaults_and_objects_have_gradients():
+class Slotted:
+    __slots__ = ("values",)
+    __init__ = Table.__init__
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(score, factor):
+        return 2 * score * factor
+
+    setup_context = staticmethod(lambda context, inputs, _: context.save_for_backward(*inputs))
+
+    @staticmethod
+    def backward(context, gradient):
+        score, factor = context.saved_tensors
+        return 2 * gradient * factor, 2 * gradient * score
+
+
+def test_tensors_have_gradients_however_a_function_reads_them():
     query, key, value = (torch.randn(1, 4, 6, 8) for _ in range(3))
     leaf = torch.randn(4, requires_grad=True)
     twice = leaf * 1  # an attribute of a module that is no parameter
     table = Table(leaf)
+    settings = ModuleType("settings")
+    Slotted.table, slotted, settings.values = table, Slotted([{"values": leaf}]), leaf
+    read_elsewhere = nullcontext(table).__enter__
     functions = [
         lambda score, b, h, i, j, values=leaf: score * values[h],
         partial(lambda score, b, h, i, j, *, values=leaf: score * values[h]),
@@ -376,6 +454,12 @@ def test_tensors_of_defaults_and_objects_have_gradients():
         table.scale,
         lambda score, b, h, i, j: score * table.values[h],
         TableModule(twice),
+        lambda score, b, h, i, j: score * settings.values[h],
+        lambda score, b, h, i, j: score * Slotted.table.values[h],
+        lambda score, b, h, i, j: score * slotted.values[0]["values"][h],
+        lambda score, b, h, i, j: score * read_elsewhere().values[h],
+        lambda score, b, h, i, j: Doubled.apply(score, leaf[h]) / 2,
+        lambda score, b, h, i, j: score * Doubled.apply(leaf, torch.ones(4))[h] / 2,
     ]
     wanted = None
     for function in [lambda score, b, h, i, j: score * leaf[h], *functions]:
@@ -384,6 +468,33 @@ def test_tensors_of_defaults_and_objects_have_gradients():
         wanted = gradient if wanted is None else wanted
         torch.testing.assert_close(gradient, wanted)
     assert wanted.abs().max() > 0
+
+
+def test_functions_of_float32_scores_have_gradients_for_narrow_tensors():
+    query, ones = torch.randn(1, 4, 6, 8, dtype=torch.bfloat16), torch.ones(1)
+    leaf = torch.randn(4, requires_grad=True)
+    scores = cqs.Scores(score_mod=lambda s, b, h, i, j: s.reshape(1) @ ones * leaf[h])
+    cqs.attention(query, query, query, scores=scores, num_tasks=3).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_slopes_have_gradients_in_graphs_and_modes():
+    problem = CASE.make(torch.float64)
+    drawn = draw(problem, *TERMS)
+    drawn.has_slopes_gradient = True
+    exact = expected(problem, drawn)
+    compiled = torch.compile(lambda *each, **options: cqs.attention(*each, **options))
+    for attend in cqs.attention, partial(compiled, num_tasks=3):
+        with FlopCounterMode(display=False):
+            assert_equal(compute_by(attend, problem, drawn), exact)
+        assert_equal(compute_by(attend, problem, drawn), exact)
+
+
+def test_what_a_function_reads_without_its_gradient_needs_none():
+    query, leaf = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(4, requires_grad=True)
+    scores = cqs.Scores(score_mod=lambda s, b, h, i, j: s * leaf.detach()[h] / leaf.shape[0])
+    cqs.attention(query, query, query, scores=scores, num_tasks=3).sum().backward()
+    assert leaf.grad is None and query.grad is not None
 
 
 def test_slopes_keep_float64():

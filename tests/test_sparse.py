@@ -18,8 +18,10 @@ import cqs
 from benchmarks.cases import Case
 from cqs.partial import Partial
 from cqs.patterns import (
+    block_diagonal,
     block_sparse,
     causal,
+    dilated,
     fixed,
     from_mask,
     per_head,
@@ -29,6 +31,7 @@ from cqs.patterns import (
 from cqs.problem import check_problem
 from cqs.tiler import Tiler
 from cqs.worker import BACKENDS, HeldTokens, Worker
+from cqs.worker.calls import Call
 
 NUM_TASKS = [1, 2, 3, 4, 7, 8, 13]
 EVERY_PATTERN = pytest.mark.parametrize("name", NAMES)
@@ -87,6 +90,27 @@ def test_gradients_of_patterns_are_exact(num_tasks, name):
     """Shapes go round."""
     case = turn(CASES.values(), NAMES.index(name), num_tasks // 3)
     assert_gradients_right(with_pattern(case, name).make(), num_tasks=num_tasks)
+
+
+JOINED = {
+    "few-queries": (sliding_window(40, 0), 600, 700),
+    "dilated": (dilated(60, 0, 4), 600, 600),
+    "blocks": (block_diagonal(50), 600, 600),
+    "strided": (strided(64), 1100, 1100),
+}
+"""Patterns and lengths with calls that are joined, and in the last one merged."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pattern", "seqlen_q", "seqlen_kv"), JOINED.values(), ids=JOINED)
+def test_joined_calls_are_exact(monkeypatch, assert_right, pattern, seqlen_q, seqlen_kv):
+    """A joined call has one query head of each group, and one element of the batch."""
+    found, places = [], Call.places
+    monkeypatch.setattr(Call, "places", lambda *args: found.append(args[0]) or places(*args))
+    problem = Case("joined", seqlen_q, seqlen_kv, 4, 2, batch=2, pattern=pattern).make()
+    assert_right(problem, attend(problem, backend="cpu"))
+    assert any(call.number > 1 for call in found)
+    assert_gradients_right(problem, backend="cpu")
 
 
 def count_pairs(name, num_tasks, backend, dtype, device, tokens):

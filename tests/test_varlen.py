@@ -1,12 +1,15 @@
 """Packed documents of unequal query and key lengths equal calls of FlashAttention's varlen form."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import complaint
 
 import cqs
+import cqs.streaming
 from cqs.patterns import documents
 
 ENDS_Q, ENDS_K = [0, 7, 7, 20, 50, 53], [0, 12, 16, 25, 25, 61]
@@ -77,3 +80,14 @@ def test_documents_of_ranks_equal_varlen_calls(ranks, is_causal):
     expected = [output, *torch.autograd.grad(output.square().sum(), leaves)]
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ends", [[0, 7, 30], [0, 20, 30], [0, 7, 12], [0]], ids=str)
+def test_ends_beyond_or_before_the_last_token_are_named(ranks, ends):
+    pattern, message = documents(ends), "must end at the 16 queries and 16 keys .*: make padding"
+    tensors = [torch.randn(1, 4, 16, 8) for _ in range(3)]
+    for call in (cqs.attention, partial(cqs.streaming.attention, memory_budget=200_000)):
+        with pytest.raises(ValueError, match=message):
+            call(*tensors, pattern=pattern)
+    for error, text in ranks.run(2, complaint, 0, {}, {"pattern": pattern}):
+        assert error is ValueError and re.search(message, text)

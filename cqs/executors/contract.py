@@ -1,5 +1,6 @@
 """The contract of executors, and the call that all of them share."""
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -40,7 +41,7 @@ class Progress:
             make_plan(part).live_pairs * part.query.shape[0] * part.query.shape[1]
             for _, part in problem.parts()
         )
-        is_silent = report is not True
+        is_silent = report is not True or sys.stderr is None
         self._bar = tqdm(total=self._total, unit="pair", unit_scale=True, disable=is_silent)
         self._report = report if callable(report) else None
         self.done = 0

@@ -125,11 +125,13 @@ def _differentiate(
             total.key[of_keys] += gradients.key  # several parts may share a KV head
             total.value[of_keys] += gradients.value
     of_sinks = query.new_empty(0)
-    of_bias = query.new_empty(0) if chosen.bias is None else torch.empty_like(chosen.bias)
+    of_bias = (
+        query.new_empty(0) if chosen.bias is None else chosen.bias.new_empty(chosen.bias.shape)
+    )
     if problem.sinks is not None:
         of_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
     if problem.terms is not None and problem.terms.sums:
-        of_bias = problem.terms.sums[0].view_as(of_bias).to(of_bias.dtype)
+        of_bias = problem.terms.sums[0].view_as(of_bias).to(of_bias.dtype).contiguous()
     return *as_raw(total, query, key, value), of_sinks, of_bias
 
 

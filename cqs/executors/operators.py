@@ -7,7 +7,6 @@ of plans become names, and the random seed of dropout becomes a tensor.
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from cqs.partial import Gradients
 from cqs.patterns import Pattern
 from cqs.patterns.handle import new_handle, read_handle
-from cqs.patterns.pattern import InGraph
+from cqs.patterns.pattern import MAKERS, InGraph
 from cqs.problem.masks import check_is_pattern
 from cqs.scheduler import Kind
 from cqs.scheduler.kinds import read_kind
@@ -43,7 +42,8 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
         from torch._dynamo.comptime import comptime
 
         comptime(_make_handle)
-    return torch.from_numpy(pattern.handle)
+    found: Tensor = pattern.handle
+    return found
 
 
 def _make_in_graph(pattern: InGraph) -> Tensor | None:
@@ -71,8 +71,9 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
 def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
     """Return the literal of arguments, without integers, tensors and patterns.
 
-    Integers are added to ``numbers`` and replaced by "{}", tensors are added to ``tensors`` and
-    replaced by an ellipsis, and so are handles of patterns, replaced by an empty bytes literal.
+    Integers are added to ``numbers`` and replaced by an empty dict, tensors are added to
+    ``tensors`` and replaced by an ellipsis, and so are handles of patterns, replaced by an empty
+    bytes literal.
     """
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join([_template(each, numbers, tensors) for each in value]) + "]"
@@ -82,7 +83,7 @@ def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
         tensors.append(handle_of(value))
         return "b''"
     if not isinstance(value, int) and hasattr(value, "dtype"):  # a symbol is an int
-        tensors.append(torch.as_tensor(value))
+        tensors.append(torch.as_tensor(value, device=getattr(value, "device", "cpu")))
         return "..."
     numbers.append(value)
     return "{}"
@@ -142,21 +143,24 @@ def _made(
         numbers: The integers.
         tensors: The tensors, and handles of the patterns.
     """
-    module, _, name = maker.partition(":")
-    given = _filled(literal_eval(template.format(*numbers)), iter(tensors))
+    if maker not in MAKERS:  # a program in a file may name any text
+        raise ValueError(f"maker must be a function that makes patterns, got {maker!r}")
+    given = _filled(literal_eval(template), iter(numbers), iter(tensors))
     first = len(given) - len(names.split())
     options = dict(zip(names.split(), given[first:], strict=True))
-    pattern = getattr(import_module(module), name)(*given[:first], **options)
+    pattern = MAKERS[maker](*given[:first], **options)
     return torch.from_numpy(new_handle(pattern))
 
 
 _made.register_fake(lambda *_: torch.empty(1, dtype=torch.float64, device="cpu"))
 
 
-def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the arguments of a template, with the tensors and patterns in their places."""
+def _filled(value: Any, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Any:
+    """Return the arguments of a template, with numbers, tensors and patterns in their places."""
     if isinstance(value, list):
-        return [_filled(each, tensors) for each in value]
+        return [_filled(each, numbers, tensors) for each in value]
+    if value == {}:
+        return next(numbers)
     if value is ...:
         return next(tensors)
     return read_pattern(next(tensors)) if value == b"" else value

@@ -25,6 +25,7 @@ from cqs.executors.operators import made_once
 from cqs.integrations import diffusers_parallel, masks
 from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
+from cqs.patterns.pattern import named_in_graphs
 from cqs.worker.backends import check_backend_name
 
 _MASKED = -5000.0
@@ -140,10 +141,6 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
         if _parallel_config is not None:
             group = _parallel_config.context_parallel_config._flattened_mesh.get_group()
             compute = partial(cqs.distributed.attention, group=group)
-        device = query.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            query, key, value = (each.to(dtype) for each in (query, key, value))
         lengths = query.shape[0], query.shape[1], key.shape[1]
         if is_causal and (group is not None or lengths[1] != lengths[2]):
             raise NotImplementedError(
@@ -171,6 +168,7 @@ def _pattern_of(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: 
     return made_once(_read_in_graph, mask, batch, seqlen_q, seqlen_kv, name)
 
 
+@named_in_graphs
 def _read_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Pattern:
     """Return the pattern of a mask, given the name of the group."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
@@ -291,6 +289,12 @@ def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
 
         if is_context and uses_cqs() and self._parallel_config is None:
             diffusers_parallel.enable_parallelism(self, config, cp_plan, uses_cqs)
+        elif is_context and not uses_cqs() and not torch.accelerator.is_available():
+            name = next(iter(_registered))
+            raise ValueError(
+                "the attention backend must be of cqs for context parallelism without GPUs: call "
+                f"model.set_attention_backend({name!r}) before model.enable_parallelism"
+            )
         else:
             enable(self, config=config, cp_plan=cp_plan)
 

@@ -1,6 +1,7 @@
 """Context parallelism of diffusers for any sequence length, and plans for models without one."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.distributed.agreement import control_group, swap
+from cqs.executors.distributed.agreement import agree, control_group, errors_shared, swap
 from cqs.uncompiled import uncompiled
 
 
@@ -127,13 +128,15 @@ def enable_parallelism(
         uses_cqs: Returns whether cqs computes the attention of the model.
 
     Raises:
-        ValueError: ``plan`` is ``None``, and the model has none.
+        ValueError: ``plan`` is ``None``, and the model has none; or the degrees are not those of
+            the mesh or, without one, of all ranks. In the last case every rank raises.
     """
     name, context = type(model).__name__, config.context_parallel_config
     if plan is None:
         plan = _PLANS[name](model) if name in _PLANS else model._cp_plan
     if plan is None:
         raise ValueError(f"cp_plan must be given for {name}, which has none")
+    _check_degrees(context)
     device, rank = torch.device("cpu"), dist.get_rank()
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
         device = torch.device(accelerator.type, rank % torch.accelerator.device_count())
@@ -157,6 +160,24 @@ def enable_parallelism(
                 _register(module, hook, f"cp_input---{path}")
             else:
                 _register(module, _Gather(spec, group), f"cp_output---{path}")
+
+
+def _check_degrees(context: Any) -> None:
+    """Raise ValueError unless the degrees of a ``ContextParallelConfig`` fit mesh or ranks."""
+    names, degrees = context.mesh_dim_names, context.mesh_shape
+    if context.mesh is not None:
+        sizes = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.shape, strict=False))
+        if (given := tuple(map(sizes.get, names))) != degrees:
+            raise ValueError(f"mesh must have the sizes {degrees} of {names}, got {given}")
+        return
+    num_ranks, product = dist.get_world_size(), math.prod(degrees)
+    with errors_shared(None):
+        if product != num_ranks:
+            raise ValueError(
+                "ring_degree * ulysses_degree must be the number of ranks, "
+                f"{num_ranks}, got {' * '.join(map(str, degrees))} = {product}"
+            )
+    agree(None, {"call": "enable_parallelism", "degrees": degrees})
 
 
 def _register(module: Any, hook: ModelHook, name: str) -> None:
@@ -214,8 +235,7 @@ class _Shard(context_parallel.ContextParallelSplitHook):
         return given[part].new_ones(shape).bool() if shape[1] < self._num_ranks else None
 
     def _prepare_cp_input(self, whole: Tensor, spec: Any) -> Tensor:
-        if spec.expected_dims not in (None, whole.ndim):
-            super()._prepare_cp_input(whole, spec)  # warns
+        if spec.expected_dims not in (None, whole.ndim):  # one for all tokens
             return whole
         dim, parts = spec.split_dim, [whole]
         if whole.shape[dim] % self._num_ranks and not self._uses_cqs():

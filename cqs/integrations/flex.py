@@ -7,7 +7,7 @@ from torch import Tensor
 from cqs.api import AnyExecutor, attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput
-from cqs.patterns import from_block_mask
+from cqs.patterns.masks import read_block_mask
 from cqs.problem.score_terms import ScoreMod
 from cqs.problem.scores import Scores
 from cqs.uncompiled import uncompiled
@@ -48,7 +48,7 @@ def flex_attention(
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``, in the dtype and on the device of
             ``query``.
         score_mod: Function of score, batch element, query head, query and key that returns another
-            score; see :class:`cqs.Scores`. Tensors of its closure may require gradients.
+            score; see :class:`cqs.Scores`. Tensors that it reads may require gradients.
         block_mask: A mask made by ``create_block_mask`` for these lengths.
         scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
         enable_gqa: Whether there may be fewer KV heads than query heads, but more than one.
@@ -92,13 +92,14 @@ def flex_attention(
             raise NotImplementedError(
                 "return_aux must not request max_scores: tasks keep the log-sum-exp alone"
             )
+    sizes = getattr(query, "shape", ())[:2]
     found = attention(
         query,
         key,
         value,
         scale=scale,
         enable_gqa=enable_gqa,
-        pattern=None if block_mask is None else from_block_mask(block_mask),
+        pattern=None if block_mask is None else read_block_mask(block_mask, *sizes),
         scores=None if score_mod is None else Scores(score_mod=score_mod),
         num_tasks=num_tasks,
         backend=backend,

@@ -17,7 +17,7 @@ from cqs.integrations import masks
 from cqs.integrations.pattern_mask import KnownMask
 from cqs.patterns import Pattern, documents, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
-from cqs.patterns.pattern import InGraph
+from cqs.patterns.pattern import InGraph, named_in_graphs
 
 _found: Pattern | None = None
 """The pattern of the mask function that was traced last; ``None`` if it was not recognised."""
@@ -74,6 +74,7 @@ def with_pattern(
     return dense
 
 
+@named_in_graphs
 def _make_mask(
     pattern: Pattern,
     visible: Tensor | None,
@@ -107,6 +108,7 @@ def _make_mask(
     return rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
 
 
+@named_in_graphs
 def unstacked(pattern: Pattern) -> Pattern:
     """Return the pattern of batch elements in place of that of the batch as one sequence."""
     if isinstance(pattern, InGraph):

@@ -163,7 +163,9 @@ def _backward(forward: _Forward, tensors: Sequence[Tensor], limits: Any) -> tupl
 
 def _as_tensor(array: jax.Array) -> Tensor:
     """Return a tensor without memory in the array's shape, because a traced array has no values."""
-    like = torch.empty((), dtype=getattr(torch, array.dtype.name, torch.int8)).expand(array.shape)
+    like = torch.empty((), dtype=getattr(torch, array.dtype.name, torch.int8), device="cpu").expand(
+        array.shape
+    )
     return like.transpose(1, 2) if like.ndim == 4 else like
 
 

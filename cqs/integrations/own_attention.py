@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from cqs.integrations.pattern_mask import PatternMask
+
 _CLASSES = {
     "bark.modeling_bark": "BARK_ATTENTION_CLASSES",
     "data2vec.modeling_data2vec_vision": "DATA2VEC_VISION_SELF_ATTENTION_CLASSES",
@@ -53,6 +55,7 @@ def register(name: str, attend: Callable[..., Any]) -> None:
             (falcon.FalconAttention, _attend_falcon),
         ):
             layer.forward = _asking(layer.forward, forward)
+        mpt.MptModel.forward = _with_visible_mask(mpt.MptModel.forward)
         for model in (bloom.BloomModel, mpt.MptModel):
             model.forward = _with_configuration(model.forward)
         bases = bloom.BloomPreTrainedModel, mpt.MptPreTrainedModel, falcon.FalconPreTrainedModel
@@ -130,6 +133,32 @@ def _with_configuration(own: Callable[..., Any]) -> Callable[..., Any]:
             layer = block.self_attention if hasattr(block, "self_attention") else block.attn
             layer.config = self.config
         return own(self, *args, **kwargs)
+
+    return call
+
+
+def _with_visible_mask(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``forward`` of MPT, whose own layers mask out pairs with a mask other than 0.
+
+    A mask of four dimensions, additive or boolean, becomes one that is true for visible pairs.
+    """
+
+    @wraps(own)
+    def call(
+        self: Any,
+        input_ids: Any = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            self.config._attn_implementation in _attend_of
+            and getattr(attention_mask, "ndim", 2) == 4
+            and not isinstance(attention_mask, PatternMask)
+        ):
+            attention_mask = ~attention_mask.bool()
+        return own(self, input_ids, past_key_values, attention_mask, *args, **kwargs)
 
     return call
 

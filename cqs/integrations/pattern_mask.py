@@ -127,6 +127,30 @@ class PatternMask(Tensor):
         read = partial(_read, dtype=torch.result_type(*args) if is_sum else torch.bool)
         return func(*tree_map_only(cls, read, args), **tree_map_only(cls, read, kwargs))
 
+    def __copy__(self) -> "PatternMask":
+        """Return an alias, which keeps the pattern."""
+        return PatternMask(self.shape, self.device, self.source)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return the state of the ordinary tensor for pickles and other processes."""
+        return self.source.read().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the ordinary tensor as an array."""
+        return self.source.read().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the ordinary tensor as nested lists."""
+        return self.source.read().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the ordinary tensor."""
+        return self.source.read().untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return the memory of the ordinary tensor for other libraries."""
+        return self.source.read().__dlpack__(**options)
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the shape, without allocating the ordinary tensor."""
         return f"PatternMask(shape={tuple(self.shape)})"

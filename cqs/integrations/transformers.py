@@ -171,10 +171,6 @@ class _Implementation:
                 pattern, bias = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             if self.group is not None and (packed := self._packed(attention_mask, asked)):
                 pattern = pattern & packed
-            device = query.device.type
-            if torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-                query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             scores = Scores(asked.get("s_aux"), asked.get("softcap"), bias=bias)
             compute = partial(self.compute, scale=scaling, dropout_p=dropout, scores=scores)
             known, indices = _known_mask(attention_mask, lengths), asked.get("indices")

@@ -1,13 +1,17 @@
 """Partial outputs, gradients, and their merge: all that worker and tiler share."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain, pairwise
-from typing import NamedTuple
+from threading import RLock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cqs.uncompiled import check_not_traced
 
 SUM_BLOCK = 4096
 """Keys per matrix product of :func:`weighted_sum`."""
@@ -16,6 +20,13 @@ _MAX_FUSED_PARTS = 16
 """Most gradients that one Triton kernel adds: it is compiled for their number."""
 _LEAST_ELEMENTS = 2**17
 """Least elements for compiled loops: to start them takes longer than to merge fewer elements."""
+_LOWEST = -1e29
+"""Largest LSE that marks a row without keys: kernels write -1e30 or float32's lowest number."""
+FIRST_USE = RLock()
+"""Held while loops are imported or compiled. A fork waits: its child could do neither."""
+os.register_at_fork(
+    before=FIRST_USE.acquire, after_in_parent=FIRST_USE.release, after_in_child=FIRST_USE.release
+)
 
 
 class AttentionOutput(NamedTuple):
@@ -35,7 +46,8 @@ class Partial(NamedTuple):
     """``[batch, num_heads, seqlen_q, value_dim]``, normalised by its own softmax denominator."""
     lse: Tensor
     """``[batch, num_heads, seqlen_q]``, float32 (float64 for float64 outputs): the natural
-    logarithm of the softmax denominator. A query that attends to no key has -inf and output 0."""
+    logarithm of the softmax denominator. A query that attends to no key has -inf and output 0;
+    :func:`merge_partials` also accepts other marks."""
 
     def to_result(self, return_lse: bool) -> Tensor | AttentionOutput:
         """Return the output for the caller, with the LSE if ``return_lse``."""
@@ -101,15 +113,40 @@ def check_partial(partial: Partial, answer: Partial, num_rows: int, name: str) -
     The dtypes and the device must agree, except that its output may have the dtype of the LSE,
     because partial outputs may stay unrounded.
     """
-    lse_dtype = answer.lse.dtype
-    for field, got, want in zip(Partial._fields, partial, answer, strict=True):
-        shape = (*want.shape[:2], num_rows, *want.shape[3:])
+    lse_dtype, whole = answer.lse.dtype, answer.output.shape
+    if lse_dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}: lse must be float32 or float64, got {lse_dtype}")
+    for field, got, want, ndim in zip(Partial._fields, partial, answer, (4, 3), strict=True):
+        shape = (*whole[:2], num_rows, *whole[3:])[:ndim]
         has_dtype = got.dtype == want.dtype or got.dtype == lse_dtype
-        if not has_dtype or got.shape != shape or got.device != want.device:
+        if got.ndim != ndim or not has_dtype or got.shape != shape or got.device != want.device:
+            dims = "[batch, num_heads, seqlen_q" + (", value_dim]" if ndim == 4 else "]")
             raise ValueError(
-                f"{name}: {field} must be {shape} {want.dtype} on {want.device}, "
+                f"{name}: {field} must be {shape} {want.dtype} on {want.device}, {dims}, "
                 f"got {tuple(got.shape)} {got.dtype} on {got.device}"
             )
+
+
+def _with_empty_rows(partial: Partial, name: str) -> Partial:
+    """Return a partial output whose rows without keys have LSE -inf and output 0.
+
+    Kernels also mark them by an LSE of at most -1e29, or by +inf and output 0 (FlashAttention 2).
+
+    Raises:
+        ValueError: An LSE is NaN, or +inf where the output is not 0.
+    """
+    check_not_traced("a merge")
+    output, lse = partial
+    is_read = not (lse.is_cuda and torch.cuda.is_current_stream_capturing())
+    if is_read and (not lse.numel() or lse.abs().max() < -_LOWEST):  # no NaN either
+        return partial
+    is_empty = (lse <= _LOWEST) | ((lse == torch.inf) & (output == 0).all(dim=-1))
+    if is_read and not (is_empty | (lse < torch.inf)).all():
+        value = "NaN" if lse.isnan().any() else "+inf where the output is not 0"
+        raise ValueError(f"{name}: lse must be finite, or -inf for rows without keys, got {value}")
+    return Partial(
+        output.masked_fill(is_empty.unsqueeze(-1), 0), lse.masked_fill(is_empty, -torch.inf)
+    )
 
 
 class RunningMerge:
@@ -126,7 +163,12 @@ class RunningMerge:
 
         Args:
             answer: The destination of the result. Its tensors are overwritten.
+
+        Raises:
+            ValueError: The shapes of output and LSE do not fit together.
         """
+        if answer.output.ndim != 4 or answer.lse.shape != answer.output.shape[:3]:
+            check_partial(answer, answer, answer.output.shape[2], "answer")
         self._answer = answer
         self._largest = answer.lse.fill_(-torch.inf)
         self._sum = torch.zeros_like(answer.lse)
@@ -139,8 +181,23 @@ class RunningMerge:
         """Merge one partial output.
 
         Args:
-            partial: Partial output of the queries ``rows``; not written to. Rows with LSE -inf do
-                not change the result.
+            partial: Partial output of the queries ``rows``; not written to. Rows without keys do
+                not change the result; see :func:`merge_partials`.
+            rows: The query rows of ``partial``; all by default.
+
+        Raises:
+            ValueError: ``partial`` differs from the answer in shape, dtype or device, or an LSE is
+                NaN, or +inf where the output is not 0.
+        """
+        check_partial(partial, self._answer, self._answer.lse[:, :, rows].shape[2], "partial")
+        self.add_own(_with_empty_rows(partial, "partial"), rows)
+
+    def add_own(self, partial: Partial, rows: slice = slice(None)) -> None:
+        """Merge a partial output of a backend, in which all that is not finite reaches the result.
+
+        Args:
+            partial: Partial output of the queries ``rows``. Rows with LSE -inf have output 0, or
+                NaN if a value is NaN.
             rows: The query rows of ``partial``; all by default.
         """
         output, lse = partial
@@ -157,9 +214,7 @@ class RunningMerge:
             if self._is_empty:
                 self._total.zero_()
             if total.is_cpu and total.numel() >= _LEAST_ELEMENTS:
-                from cqs.partial import cpu_merge
-
-                cpu_merge.add(total, largest, sums, partial)
+                _loops().add(total, largest, sums, partial)
             else:
                 larger = torch.maximum(largest, lse)
                 shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
@@ -184,6 +239,9 @@ class RunningMerge:
 def merge_partials(partials: Sequence[Partial]) -> Partial:
     """Merge partial outputs over disjoint sets of keys into the output over their union.
 
+    Rows without keys do not change the result, whatever their output. Their LSE is -inf, as of
+    :func:`cqs.attention`, or at most -1e29, or +inf with output 0, as of other kernels.
+
     Args:
         partials: At least one partial output, all of the same queries and of equal shapes, dtypes
             and device. None is written to.
@@ -192,8 +250,10 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
         The merged output and LSE, in the dtypes of the first partial output.
 
     Raises:
-        ValueError: ``partials`` is empty, or one differs from the first in shape, dtype or device,
-            or requires gradients while they are enabled; the message gives its index.
+        ValueError: ``partials`` is empty. Or a partial output differs from the first in shape,
+            dtype or device; has an LSE of NaN, of +inf where the output is not 0, or of another
+            shape than its output; or requires gradients while they are enabled. The message gives
+            its index.
 
     Example:
         >>> halves = [Partial(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)),
@@ -205,13 +265,22 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
         raise ValueError("partials must have at least one element, got none")
     first = partials[0]
     for i, partial in enumerate(partials):
-        check_partial(partial, first, first.lse.shape[2], f"partial {i}")
+        check_partial(partial, first, first.output.shape[2], f"partial {i}")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in partial):
             raise ValueError(
                 f"partial {i} must not require gradients, got requires_grad=True: detach its "
                 "tensors, or call cqs.attention, which is differentiable"
             )
-    answer = Partial(*map(torch.empty_like, first))
+    return merge_own([_with_empty_rows(each, f"partial {i}") for i, each in enumerate(partials)])
+
+
+def merge_own(partials: Sequence[Partial]) -> Partial:
+    """Merge partial outputs of backends; see :meth:`RunningMerge.add_own`.
+
+    Args:
+        partials: At least one partial output, all of the same rows, dtypes and device.
+    """
+    answer = Partial(*map(torch.empty_like, partials[0]))
     merge_rows(answer, [(partial, slice(None)) for partial in partials])
     return answer
 
@@ -235,7 +304,7 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     if not merges_in_loops(answer.output):
         merge = RunningMerge(answer)
         for partial, rows in parts:
-            merge.add(partial, rows)
+            merge.add_own(partial, rows)
         merge.finish()
         return
     num_rows = answer.lse.shape[2]
@@ -248,13 +317,11 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             if start <= first and stop <= end
         ]
         if len(found) > 1 and merges_in_loops(target.output):
-            from cqs.partial import cpu_merge
-
-            cpu_merge.merge(target, found)
+            _loops().merge(target, found)
             continue
         merge = RunningMerge(target)
         for partial in found:
-            merge.add(partial)
+            merge.add_own(partial)
         merge.finish()
 
 
@@ -276,14 +343,19 @@ def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
         return
     summands = [part for part, _ in parts if part.shape == total.shape]
     if len(parts) == len(summands) > 1 and merges_in_loops(total):
-        from cqs.partial import cpu_merge
-
-        cpu_merge.sum_tensors(total, summands)
+        _loops().sum_tensors(total, summands)
         return
     sums = torch.zeros_like(total, dtype=lse_dtype(total.dtype))
     for part, rows in parts:
         sums[:, :, rows] += part
     total.copy_(sums)
+
+
+def _loops() -> Any:
+    """Return the module of compiled loops, imported by the first merge that requires them."""
+    with FIRST_USE:
+        from cqs.partial import cpu_merge
+    return cpu_merge
 
 
 def _slice(partial: Partial, start: int, stop: int) -> Partial:

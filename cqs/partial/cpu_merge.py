@@ -4,10 +4,12 @@ Numba compiles the pass at the first merge of each dtype and stores the code on 
 """
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +18,12 @@ import torch
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 from torch import Tensor
 
-from cqs.partial import Partial, lse_dtype
+from cqs.partial import FIRST_USE, Partial, lse_dtype
+from cqs.uncompiled import check_not_traced
 
 _ELEMENTS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """Integers that stand for the bits of a dtype that NumPy or Numba lack."""
@@ -27,12 +31,50 @@ _BLOCK_ROWS = 256
 """Rows whose weights are formed together, in the first-level cache."""
 _THREAD_ELEMENTS = 2**18
 """Least elements of all parts for each thread."""
+_compiled_dtypes: set[tuple[torch.dtype, ...]] = set()
+"""Dtypes of parts, output and LSE that loops are compiled for."""
+
+
+class _CheckedFile(IndexDataCacheFile):
+    """A file of Numba's cache whose entries have checksums."""
+
+    def save(self, key: Any, data: Any) -> None:
+        entry = self._dump((key, data))
+        super().save(key, (sha256(entry).digest(), entry))
+
+    def load(self, key: Any) -> Any:
+        entry = super().load(key)
+        if entry is None or sha256(entry[1]).digest() != entry[0]:
+            return None
+        saved, data = pickle.loads(entry[1])
+        return data if saved == key else None
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of a function, which never fails: at worst each process compiles."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        source = self._impl.filename_base, self._impl.locator.get_source_stamp()
+        self._cache_file = _CheckedFile(self.cache_path, *source)
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return super().load_overload(*arguments)
+        except Exception:  # a file is missing, truncated or damaged
+            with suppress(Exception):
+                self.flush()
+            return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        with suppress(Exception):  # the disk is full
+            super().save_overload(*arguments)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    compiled = njit(nogil=True, error_model="numpy")(function)
+    compiled: Any = njit(nogil=True, error_model="numpy")(function)
     with suppress(RuntimeError):  # no folder is writable: each process compiles
-        compiled.enable_caching()
+        compiled._cache = _Cache(function)
     return compiled
 
 
@@ -359,7 +401,7 @@ def sum_tensors(total: Tensor, parts: Sequence[Tensor]) -> None:
         total: The sum, ``[batch, heads, rows, dim]``, in any dtype; overwritten.
         parts: At least two tensors of that shape.
     """
-    none = torch.empty(0, dtype=lse_dtype(total.dtype))
+    none = total.new_empty(0, dtype=lse_dtype(total.dtype))
     _run(total, [Partial(part, none) for part in parts], none)
 
 
@@ -377,6 +419,7 @@ def _run(
         sums: Sum of the weights so far, in that shape; updated. The parts are then added to
             ``output``, a sum relative to ``largest``.
     """
+    check_not_traced("a merge")
     parts = [each.output for each in partials]
     lses = [each.lse.to(largest.dtype).flatten().contiguous() for each in partials]
     dtypes = {part.dtype for part in parts}
@@ -389,10 +432,15 @@ def _run(
         np.array([lse.data_ptr() for lse in lses if lse.numel()], np.int64),
         np.array([[n * tensor.itemsize for n in tensor.stride()[:3]] for tensor in tensors]),
         *output.shape[1:],
-        *(torch.empty(1, dtype=_ELEMENTS.get(t.dtype, t.dtype)).numpy() for t in tensors[-2:]),
+        *(t.new_empty(1, dtype=_ELEMENTS.get(t.dtype, t.dtype)).numpy() for t in tensors[-2:]),
         largest.numpy(),
         (largest[:0] if sums is None else sums).numpy(),
     )
+    dtypes_of_loops = tensors[-2].dtype, target.dtype, largest.dtype
+    if dtypes_of_loops not in _compiled_dtypes:
+        with FIRST_USE:
+            _merge(*arguments, 0, 0)
+        _compiled_dtypes.add(dtypes_of_loops)
     num_rows = output.shape[:3].numel()
     count = min(torch.get_num_threads(), len(parts) * output.numel() // _THREAD_ELEMENTS + 1)
     cuts = [num_rows * i // count for i in range(count + 1)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cqs.launches import Arguments, Launcher
 from cqs.partial import Partial
+from cqs.uncompiled import check_not_traced
 
 _BLOCK_ROWS = 16
 _ALIGNMENT = 16
@@ -29,6 +30,7 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             strides.
         parts: Partial outputs, with any strides, and the rows of ``answer`` of each.
     """
+    check_not_traced("a merge")
     num_rows, number = answer.output.shape[2], len(parts)
     bounds = tuple([rows.indices(num_rows)[:2] for _, rows in parts])
     outputs = [partial.output for partial, _ in parts]
@@ -195,11 +197,12 @@ def _merge(
             mask=has_row[:, None] & in_output,
             other=0.0,
         )
+        new = tl.where(new_lse[:, None] == float("-inf"), 0.0, new.to(tl.float32))  # may be garbage
         # A NaN must reach the result: by default tl.maximum drops it.
         larger = tl.maximum(largest, new_lse, propagate_nan=tl.PropagateNan.ALL)
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         old_weight, new_weight = tl.exp(largest - shift), tl.exp(new_lse - shift)
-        total = total * old_weight[:, None] + new.to(tl.float32) * new_weight[:, None]
+        total = total * old_weight[:, None] + new * new_weight[:, None]
         sums = sums * old_weight + new_weight
         largest = larger
     sums = tl.where(sums == 0, 1.0, sums)  # the log of nothing stays -inf

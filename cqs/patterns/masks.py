@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -127,12 +128,43 @@ def from_block_mask(block_mask: Any) -> Pattern:
 
     Raises:
         TypeError: ``block_mask`` is not a ``BlockMask``.
+        ValueError: Its blocks do not fit its lengths, or it lacks dimensions and it is not clear
+            which of batch, heads and rows.
     """
+    return read_block_mask(block_mask)
+
+
+def read_block_mask(block_mask: Any, *sizes: int) -> Pattern:
+    """Return the pattern of a block mask for a call with a batch and query heads, if given."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(f"block_mask must be a BlockMask of FlexAttention, got {block_mask!r}")
+    num_rows = -(-block_mask.seq_lengths[0] // block_mask.BLOCK_SIZE[0])
+    layouts, shape = read_layouts(block_mask), tuple(block_mask.kv_num_blocks.shape)
+    patterns = []
+    for axes in combinations(range(3), 3 - len(shape)):  # dimensions that may be missing
+        full, partial = (np.expand_dims(layout, axes) for layout in layouts)
+        if axes and any(n not in (1, m) for n, m in zip(partial.shape[:2], sizes, strict=False)):
+            continue
+        if partial.shape[2] == num_rows or (not axes and partial.shape[2] > num_rows):
+            pattern = _patterns_of_layouts(block_mask, full, partial)
+            if axes and len({each for row in pattern for each in row}) == 1:
+                pattern = [[pattern[0][0]]]
+            patterns.append(per_head(pattern))
+    if len(set(patterns)) != 1:
+        raise ValueError(
+            "block_mask must have blocks [batch, heads, rows], with a row for each "
+            f"{block_mask.BLOCK_SIZE[0]} of its {block_mask.seq_lengths[0]} queries, got "
+            f"{list(shape)}: index it by integers, slices or 1-d tensors, and set its seq_lengths"
+        )
+    return patterns[0]
+
+
+def _patterns_of_layouts(
+    block_mask: Any, full: NDArray[np.bool_], partial: NDArray[np.bool_]
+) -> list[list[Pattern]]:
+    """Return the patterns ``[batch][heads]`` of full and partial blocks of a block mask."""
     seqlen_q, seqlen_kv = block_mask.seq_lengths
     block_q, block_kv = block_mask.BLOCK_SIZE
-    full, partial = read_layouts(block_mask)
 
     def one(batch: int, head: int) -> Pattern:
         def strip(queries: range) -> NDArray[np.bool_]:
@@ -152,7 +184,7 @@ def from_block_mask(block_mask: Any) -> Pattern:
         return Listed("from_block_mask", _bound(listed.to_mask()) if is_small else listed)
 
     batches, heads = partial.shape[:2]
-    return per_head([[one(batch, head) for head in range(heads)] for batch in range(batches)])
+    return [[one(batch, head) for head in range(heads)] for batch in range(batches)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -237,23 +269,24 @@ def _bound(mask: NDArray[np.bool_]) -> BoundPattern:
 
 
 def read_layouts(block_mask: Any) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return a block mask's full and partial blocks, bool ``[batch, heads, rows, columns]``."""
-    lengths = zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
-    rows, columns = (-(-length // block) for length, block in lengths)
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    """Return a block mask's full and partial blocks, bool ``[batch, heads, rows, columns]``.
+
+    Dimensions before the columns are missing if the block mask lacks them.
+    """
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     if block_mask.full_kv_num_blocks is None:
         return np.zeros_like(partial), partial
-    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
-    return full, partial
+    return _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns), partial
 
 
-def _listed(numbers: Any, indices: Any, rows: int, columns: int) -> NDArray[np.bool_]:
+def _listed(numbers: Any, indices: Any, columns: int) -> NDArray[np.bool_]:
     """Return the boolean layout of a ``BlockMask``'s block list."""
     numbers, indices = as_array(numbers), as_array(indices).astype(np.int64)
     layout = np.zeros((*numbers.shape, max(columns, indices.shape[-1])), dtype=bool)
     for row in np.ndindex(numbers.shape):
         layout[row][indices[row][: numbers[row]]] = True
-    return layout[..., :rows, :columns]
+    return layout[..., :columns]
 
 
 def _evaluate(

@@ -14,7 +14,7 @@ import numpy as np
 from cqs.arguments import as_integer, to_integer
 from cqs.patterns.algebra import UnequalStepsError
 from cqs.patterns.bound import BoundPattern, check_tokens, in_blocks, intersect, subtract, unite
-from cqs.patterns.handle import Handle, new_handle
+from cqs.patterns.handle import new_handle
 from cqs.patterns.piece import FAR, Axis
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 
@@ -68,9 +68,13 @@ class Pattern(ABC):
         return self
 
     @cached_property
-    def handle(self) -> Handle:
+    def handle(self) -> Any:
         """A handle of this pattern, an input of compiled graphs; it may outlive this object."""
-        return new_handle(copy(self))  # a copy, because this object will refer to the handle
+        import torch
+
+        with torch.inference_mode(False):  # guards of graphs compare it in every mode
+            # of a copy, because this object will refer to the handle
+            return torch.from_numpy(new_handle(copy(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickles and copies, without the handle."""
@@ -244,7 +248,7 @@ class PerHead(Pattern):
     @property
     def heads(self) -> tuple[int, int]:  # type: ignore[override]
         """Numbers of batch elements and of heads."""
-        return len(self.patterns), len(self.patterns[0])
+        return len(self.patterns), len(self.patterns[0]) if self.patterns else 1
 
     def head(self, batch: int, head: int) -> Pattern:
         """Return the pattern of one head; an index is ignored where all share one pattern."""
@@ -264,7 +268,8 @@ class PerHead(Pattern):
     def __repr__(self) -> str:
         batches, heads = self.heads
         digest = content_digest(repr(self.patterns).encode())
-        return f"<{batches} x {heads} patterns, the first {self.patterns[0][0]!r}, {digest}>"
+        first = f"the first {self.patterns[0][0]!r}" if self.patterns else "of an empty batch"
+        return f"<{batches} x {heads} patterns, {first}, {digest}>"
 
 
 @uncompiled
@@ -272,19 +277,23 @@ def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
     """Return a pattern that differs between heads.
 
     Args:
-        patterns: ``patterns[batch][head]``; a single row or column applies to all.
+        patterns: ``patterns[batch][head]``; a single row or column applies to all. No rows are
+            those of an empty batch.
 
     Raises:
         TypeError: An element is not a pattern, or differs between heads itself.
-        ValueError: There is no pattern, or the rows differ in length.
+        ValueError: A row has no pattern, or the rows differ in length.
     """
+    patterns = tuple(patterns)
+    if any(isinstance(row, Pattern) for row in patterns):
+        raise TypeError(f"patterns must be rows of patterns of one head, got {patterns!r}")
     rows = tuple(map(tuple, patterns))
     for each in chain(*rows):
         if not isinstance(each, Pattern) or isinstance(each, PerHead):
             raise TypeError(f"patterns must be rows of patterns of one head, got {each!r}")
-    if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+    if len(lengths := {*map(len, rows)}) > 1 or 0 in lengths:
         raise ValueError(f"patterns must be rows of one length, at least 1, got {patterns!r}")
-    return rows[0][0] if (len(rows), len(rows[0])) == (1, 1) else PerHead(rows)
+    return rows[0][0] if len(rows) == 1 and lengths == {1} else PerHead(rows)
 
 
 def content_digest(content: bytes) -> str:
@@ -338,6 +347,16 @@ class InGraph(Pattern):
         return repr(self.made)
 
 
+MAKERS: dict[str, Callable[..., Pattern]] = {}
+"""The functions that an operator of a graph may call to make a pattern, by module and name."""
+
+
+def named_in_graphs(make: _Maker) -> _Maker:
+    """Let the operator of a graph call a function; graphs in files can name no other."""
+    MAKERS[f"{make.__module__}:{make.__name__}"] = make
+    return make
+
+
 def made_in_graphs(make: _Maker) -> _Maker:
     """Make calls of a function in compiled functions return an :class:`InGraph`."""
 
@@ -345,7 +364,7 @@ def made_in_graphs(make: _Maker) -> _Maker:
         return InGraph(decorated, args, kwargs)
 
     decorated: Any = replaced_in_graphs(in_graph, lambda: 0)(make)
-    made: _Maker = decorated
+    made: _Maker = named_in_graphs(decorated)
     return made
 
 
@@ -355,6 +374,7 @@ def _combine_in_graph(operator: str, left: Pattern, right: Pattern) -> Pattern:
     return InGraph(combine, (operator, left, right), {})
 
 
+@named_in_graphs
 @replaced_in_graphs(_combine_in_graph, lambda: 0)
 def combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
     """Combine two patterns head by head; a pattern shared by all heads is repeated."""

@@ -220,22 +220,24 @@ def longformer(window: int, global_tokens: int | Iterable[int]) -> Pattern:
 def documents(cu_seqlens: Any, cu_seqlens_kv: Any = None, *, is_causal: bool = True) -> Pattern:
     """Return the pattern of packed documents: a query sees only keys of its own document.
 
-    This is the block-diagonal mask of variable-length FlashAttention. Queries and keys after the
-    last document are masked out.
+    This is the block-diagonal mask of variable-length FlashAttention. The documents have all
+    tokens: padding after the last one is a document of its own.
 
     Args:
         cu_seqlens: Cumulative numbers of queries of the documents, ``[num_documents + 1]``:
-            integers that begin with 0 and do not decrease, as a sequence, array or tensor.
-        cu_seqlens_kv: Cumulative numbers of keys of the documents, ``[num_documents + 1]``.
-            ``None`` means that queries and keys are the same tokens, so ``seqlen_q`` must equal
-            ``seqlen_kv``.
+            integers that begin with 0, do not decrease and end at ``seqlen_q``, as a sequence,
+            array or tensor.
+        cu_seqlens_kv: Cumulative numbers of keys of the documents, ``[num_documents + 1]``, which
+            end at ``seqlen_kv``. ``None`` means that queries and keys are the same tokens, so
+            ``seqlen_q`` must equal ``seqlen_kv``.
         is_causal: Whether a query sees only keys up to its own position. Positions are aligned at
             the end of each document: its last query sees all its keys. ``& causal()`` and
             ``is_causal=True`` of :func:`cqs.attention` have the same effect.
 
     Raises:
         TypeError: Cumulative lengths are not integers, or ``is_causal`` is not a bool.
-        ValueError: Cumulative lengths do not begin with 0, decrease, or differ in number.
+        ValueError: Cumulative lengths do not begin with 0, decrease, or differ in number. Calls
+            raise it if they do not end at the numbers of queries and keys of the whole sequence.
 
     Example:
         >>> documents([0, 2, 3]).to_mask(3).astype(int).tolist()
@@ -268,7 +270,7 @@ def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
 
     Raises:
         TypeError: A length is not an integer.
-        ValueError: A length is negative, there is none, or the two numbers of lengths differ.
+        ValueError: A length is negative, or the two numbers of lengths differ.
 
     Example:
         >>> padded([2, 1]).head(1, 0).to_mask(3, 3).astype(int).tolist()
@@ -278,13 +280,13 @@ def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
     numbers_kv = numbers
     if lengths_kv is not None:
         numbers_kv = [as_integer("lengths_kv", n, 0) for n in as_list("lengths_kv", lengths_kv)]
-    if len(numbers_kv) != len(numbers) or not numbers:
+    if len(numbers_kv) != len(numbers):
         raise ValueError(
-            "lengths and lengths_kv must be of the same batch elements, at least 1, "
+            "lengths and lengths_kv must be of the same batch elements, "
             f"got {len(numbers)} and {len(numbers_kv)}"
         )
     pairs = zip(numbers, numbers_kv, strict=True)
-    return per_head([[_Documents((0, n), (0, n_kv), False)] for n, n_kv in pairs])
+    return per_head([[_Documents((0, n), (0, n_kv), False, True)] for n, n_kv in pairs])
 
 
 def _cumulative(name: str, lengths: Any) -> tuple[int, ...]:
@@ -321,17 +323,20 @@ class _Documents(Pattern):
     ends_kv: tuple[int, ...] | None
     """``None`` if queries and keys are the same tokens."""
     is_causal: bool
+    is_padded: bool = False
+    """Whether the only document may be followed by padding, as of :func:`padded`."""
 
     @property
-    def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """Number of queries and of keys of all documents; ``None`` without ``cu_seqlens_kv``."""
-        return None if self.ends_kv is None else (self.ends[-1], self.ends_kv[-1])
+    def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
+        """Number of queries and of keys of all documents."""
+        return self.ends[-1], (self.ends_kv or self.ends)[-1]
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Return whether the lengths are equal or, with ``cu_seqlens_kv``, hold all documents."""
-        if self.ends_kv is None:
-            return lengths[0] == lengths[1]
-        return lengths[0] >= self.ends[-1] and lengths[1] >= self.ends_kv[-1]
+        """Return whether the documents have all tokens, or fit before the padding."""
+        least = self.default_lengths
+        if self.is_padded:
+            return least[0] <= lengths[0] and least[1] <= lengths[1]
+        return least == lengths
 
     def offsets(self, lengths: Lengths) -> set[int]:
         """Return the differences between the ends of keys and of queries of the documents."""
@@ -344,25 +349,30 @@ class _Documents(Pattern):
             return replace(self, is_causal=True)
         if not isinstance(other, _Documents) or (self.ends_kv or other.ends_kv):
             return None
-        last = min(self.ends[-1], other.ends[-1])
-        ends = sorted({*self.ends, *other.ends})
-        kept = tuple(end for end in ends if end <= last)
-        return _Documents(kept, None, self.is_causal or other.is_causal)
+        if self.ends[-1] != other.ends[-1]:
+            return None  # one of them suits no lengths of the other
+        ends = tuple(sorted({*self.ends, *other.ends}))
+        return _Documents(ends, None, self.is_causal or other.is_causal)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        if not self.suits(lengths):
-            raise ValueError(
-                f"cu_seqlens and cu_seqlens_kv must be those of {lengths.seqlen_q} queries and "
-                f"{lengths.seqlen_kv} keys, got {self!r}: pass both where lengths differ"
-            )
         ends, ends_kv = self.ends, self.ends_kv or self.ends
-        if ends[-1] > lengths.seqlen_q:  # equal lengths: both sides are cut off alike
-            ends = ends_kv = tuple(min(end, lengths.seqlen_q) for end in ends)
+        if not self.suits(lengths):
+            sizes = f"{lengths.seqlen_q} queries and {lengths.seqlen_kv} keys"
+            given = f"got {ends[-1]} and {ends_kv[-1]}"
+            if self.is_padded:
+                raise ValueError(f"lengths must be at most those of {sizes}, {given}")
+            raise ValueError(
+                f"cu_seqlens and cu_seqlens_kv must end at the {sizes} of the whole sequence, "
+                f"{given}: make padding a document of its own, and pass both if lengths differ"
+            )
         sides = np.array(ends), np.array(ends_kv)
         bound = BoundDocuments(*lengths, *sides, is_causal=self.is_causal)
         return bound if max(lengths) < 2**31 else BoundPattern(*lengths, bound.pieces)
 
     def __repr__(self) -> str:
+        if self.is_padded:
+            text = "padded([{}], [{}])".format(*self.default_lengths)
+            return f"({text} & causal())" if self.is_causal else text
         ends_kv = "" if self.ends_kv is None else f", {list(self.ends_kv)}"
         return f"documents({list(self.ends)}{ends_kv}, is_causal={self.is_causal})"
 

@@ -88,6 +88,8 @@ def _intersect(
     for name, has, needed in zip(("batch", "num_heads"), sizes, pattern.heads, strict=False):
         if needed not in (1, has):
             raise ValueError(f"{name} must be {needed} with pattern {pattern!r}, got {has}")
+    if 0 in pattern.heads:  # an empty batch
+        return is_causal, None
     if is_causal:
         pattern = pattern & causal()
     for batch_element, head in product(*map(range, pattern.heads)):

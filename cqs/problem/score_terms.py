@@ -1,16 +1,19 @@
 """What changes the scaled products of queries and keys before the softmax."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from inspect import getclosurevars, isfunction, ismethod
-from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from cqs.partial import lse_dtype
 from cqs.ranges import rows_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -44,7 +47,11 @@ class ScoreTerms:
     first_head: int = 0
     """Index, among all query heads, of the first head at hand."""
     captured: tuple[Tensor, ...] = ()
-    """Tensors that ``score_mod`` reads and that require gradients."""
+    """Tensors that ``score_mod`` reads and that require gradients, then the slopes if they do."""
+    slopes_require_grad: bool = False
+    """Whether the last of ``captured`` are the slopes."""
+    read: tuple[Tensor, ...] = ()
+    """All tensors that ``score_mod`` reads, if gradients are enabled."""
     held: tuple[tuple[range, ...], tuple[range, ...]] | None = None
     """Positions of the rows and columns of ``bias``; ``None`` means all."""
     bias_requires_grad: bool = False
@@ -82,7 +89,7 @@ class ScoreTerms:
     def watched(self) -> tuple[Tensor, ...]:
         """Tensors that must not be written to between the passes, besides the bias."""
         slopes = () if self.alibi_slopes is None else (self.alibi_slopes,)
-        return *slopes, *(() if self.score_mod is None else captured_tensors(self.score_mod))
+        return *slopes, *self.read
 
     def part(self, row: slice, heads: slice) -> "ScoreTerms":
         """Return the terms of some batch elements and query heads."""
@@ -238,7 +245,9 @@ class PairTerms(NamedTuple):
 
     def addend(self) -> Tensor:
         """Return ALiBi and bias, float32, ``[batch, num_heads, queries, keys]`` or 1 for each."""
-        found = torch.zeros((1, 1, 1, 1)) if self.bias is None else self.bias.float()
+        if self.bias is None:
+            return self.alibi(torch.float32)
+        found = self.bias.float()
         return found if self.terms.alibi_slopes is None else found + self.alibi(torch.float32)
 
     def alibi(self, dtype: torch.dtype) -> Tensor:
@@ -246,10 +255,14 @@ class PairTerms(NamedTuple):
 
         It is ``-slope * abs(query + seqlen_kv - seqlen_q - key)``.
         """
-        assert self.positions is not None and self.terms.alibi_slopes is not None
+        assert self.terms.alibi_slopes is not None
+        return -self.terms.alibi_slopes.to(dtype)[..., None, None] * self._apart(dtype)
+
+    def _apart(self, dtype: torch.dtype) -> Tensor:
+        """Return the distances that ALiBi multiplies by a slope, ``[queries, keys]``."""
+        assert self.positions is not None
         queries, keys = self.positions
-        apart = (queries.unsqueeze(-1) + (self.terms.distance - keys)).abs_().to(dtype)
-        return -self.terms.alibi_slopes.to(dtype)[..., None, None] * apart
+        return (queries.unsqueeze(-1) + (self.terms.distance - keys)).abs_().to(dtype)
 
     def differentiate(self, scaled: Tensor, grad_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the gradient of the scaled products, and add those of the leaves to their sums.
@@ -270,6 +283,13 @@ class PairTerms(NamedTuple):
             if isinstance(rows, Tensor) and isinstance(columns, Tensor):
                 rows = rows.unsqueeze(-1)
             self.bias_sum[:, :, rows, columns] += gradient.sum_to_size(self.bias.shape)
+        if terms.slopes_require_grad and terms.sums:
+            total, (batch, num_heads, *_) = terms.sums[-1], gradient.shape
+            total = total.view(-1, total.shape[-1])
+            total = total[:, terms.first_head : terms.first_head + num_heads]
+            if len(total) > 1:
+                total = total[terms.first_batch : terms.first_batch + batch]
+            total -= (gradient * self._apart(gradient.dtype)).sum((2, 3)).sum_to_size(total.shape)
         if terms.softcap:  # of masked pairs, the product may be NaN
             slopes = 1 - (capped / terms.softcap) ** 2
             gradient = (gradient * slopes).masked_fill_(gradient == 0, 0)
@@ -282,59 +302,90 @@ class PairTerms(NamedTuple):
         """
         terms, leaf = self.terms, scores.detach().requires_grad_()
         captured = terms.captured if terms.sums else ()
+        if captured and terms.slopes_require_grad:
+            captured = captured[:-1]
         with torch.enable_grad():
             modified = self._modified(leaf.clone())  # the function may write to it
             gradient = grad_of(modified.detach().clone())
-            if not modified.requires_grad:
-                return torch.zeros_like(gradient)
-            found = torch.autograd.grad(
-                modified, (leaf, *captured), gradient, allow_unused=True, materialize_grads=True
-            )
-        sums = terms.sums[len(terms.sums) - len(captured) :]
-        for total, part in zip(sums, found[1:], strict=True):
+            inputs, gradients = (leaf, *captured), tuple[Tensor | None, ...]()
+            if modified.requires_grad:
+                gradients = torch.autograd.grad(modified, inputs, gradient, allow_unused=True)
+        sums = terms.sums[terms.bias_requires_grad :]
+        grad_score, *grads_captured = gradients or [None] * len(inputs)
+        for tensor, total, part in zip(captured, sums, grads_captured, strict=False):
+            if part is None:
+                raise ValueError(
+                    "scores.score_mod must read tensors that require gradients from its closure, "
+                    f"got a function that reads another copy of one, {list(tensor.shape)}, here"
+                )
             total += part
+        if grad_score is None:
+            return torch.zeros_like(gradient)
         # The function may have an infinite derivative where a pair is masked out.
-        return found[0].masked_fill(gradient == 0, 0)
+        return grad_score.masked_fill(gradient == 0, 0)
 
 
-def captured_tensors(function: Any, _seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors that a function reads: of its closure, globals, defaults, and objects."""
-    if id(function) in _seen:
-        return
-    seen = _seen | {id(function)}
-    if isinstance(function, Tensor):
-        yield function
-    elif isinstance(function, torch.nn.Module):
-        yield from function.parameters()
-        yield from captured_tensors([e for e in vars(function).values() if isinstance(e, Tensor)])
-    elif isinstance(function, (tuple, list, set, frozenset)):
-        for each in function:
-            yield from captured_tensors(each, seen)
-    elif isinstance(function, dict):
-        yield from captured_tensors(list(function.values()), seen)
-    elif isinstance(function, partial):
-        parts = [function.func, *function.args, *function.keywords.values()]
-        yield from captured_tensors(parts, seen)
-    elif ismethod(function):
-        yield from captured_tensors([function.__self__, function.__func__], seen)
-    elif isfunction(function):
-        found = getclosurevars(function)
-        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-        names = dict.fromkeys(_names_of(function.__code__))
-        of_names = *found.nonlocals.values(), *map(function.__globals__.get, names)
-        yield from captured_tensors([*of_names, *defaults], seen)
-    elif not isinstance(function, type | ModuleType):  # attributes of any other object
-        yield from (
-            each for each in getattr(function, "__dict__", {}).values() if isinstance(each, Tensor)
-        )
+class Reads(TorchFunctionMode):
+    """The tensors that a score function reads besides its arguments, however it gets them."""
 
+    def __init__(self, score_mod: ScoreMod, like: Tensor) -> None:
+        """Call the function for one pair, in the dtype of scores and on the device of ``like``."""
+        super().__init__()
+        self._read: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        self._modified: Tensor | None = None
 
-def _names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and the functions within it read."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
+        def function(*of_pair: Tensor) -> Tensor:
+            with self:
+                modified = score_mod(*of_pair)
+            self._add(modified)
+            return modified
+
+        index = torch.zeros(1, dtype=torch.int64, device=like.device)
+        with suppress(Exception):  # the call itself raises it
+            score = torch.zeros((1, 1, 1, 1), dtype=lse_dtype(like.dtype), device=like.device)
+            self._modified = _over_pairs(function)(score, *[index] * 4)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the tensors that an operation reads, and those that it makes."""
+        self._add((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self._made.update((id(each), each) for each in made)
+        return result
+
+    def _add(self, values: Any) -> None:
+        for each in tree_leaves(values):
+            if isinstance(each, Tensor) and not is_functorch_wrapped_tensor(each):
+                if id(each) not in self._made:
+                    self._read[id(each)] = each
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All these tensors."""
+        return tuple(self._read.values())
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Those on which the score depends and that require gradients, and other such leaves."""
+        given = {get_gradient_edge(each): each for each in self.tensors if each.requires_grad}
+        if self._modified is None:
+            return tuple(given.values())
+        if not self._modified.requires_grad:
+            return ()
+        leaves: dict[int, Tensor] = {}
+        edges, seen = [get_gradient_edge(self._modified)], set()
+        while edges:
+            edge = edges.pop()
+            tensor = given.get(edge, getattr(edge.node, "variable", None))
+            if tensor is not None:  # beyond it are gradients that autograd computes
+                leaves[id(tensor)] = tensor
+            elif edge not in seen:
+                seen.add(edge)
+                edges += [GradientEdge(node, i) for node, i in edge.node.next_functions if node]
+        return tuple(leaves.values())
 
 
 def _digest(tensor: Tensor) -> str:

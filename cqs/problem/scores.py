@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cqs.arguments import to_float
 from cqs.partial import Partial, lse_dtype
-from cqs.problem.score_terms import ScoreMod, ScoreTerms, captured_tensors
+from cqs.problem.score_terms import Reads, ScoreMod, ScoreTerms
 from cqs.problem.tensors import check_kind, dense_option, with_four_dimensions
 
 _LEAST_CAP = 1e-30
@@ -22,8 +22,8 @@ class Scores:
     """How scores and softmax of an attention call differ from the scaled products alone.
 
     The terms apply to each scaled product in this order: soft cap, ALiBi, bias, score function.
-    On a GPU a score function together with a sparse pattern, and the gradient of a bias on every
-    device, are computed by the slow backend ``reference``; see docs/scores.md.
+    On a GPU a score function together with a sparse pattern, and the gradients of bias and slopes
+    on every device, are computed by the slow backend ``reference``; see docs/scores.md.
 
     Example:
         >>> import cqs, torch
@@ -34,34 +34,36 @@ class Scores:
     sinks: Tensor | None = None
     """``[num_heads]``, float64, float32, bfloat16 or float16, on the device of the query: a score
     of every query head that each row's softmax includes although no value belongs to it
-    (attention sinks of gpt-oss, arXiv 2508.10925). May require gradients."""
+    (attention sinks of gpt-oss, arXiv 2508.10925). A sink of +inf counts as the largest number of
+    its dtype. May require gradients."""
     softcap: float | None = None
     """Positive number c that replaces each scaled product s by ``c * tanh(s / c)`` (Gemma 2, arXiv
     2408.00118); ``None`` caps nothing."""
     alibi_slopes: Tensor | None = None
     """``[num_heads]`` or ``[batch, num_heads]``, of a floating dtype, on the device of the query:
     ``-slope * abs(i + seqlen_kv - seqlen_q - j)`` is added to the score of query i and key j
-    (ALiBi, arXiv 2108.12409). Must not require gradients."""
+    (ALiBi, arXiv 2108.12409). May require gradients."""
     bias: Tensor | None = None
     """Added to the scores: float64, float32, bfloat16 or float16, broadcastable to ``[batch,
     num_heads, seqlen_q, seqlen_kv]``, on the device of the query. May require gradients."""
     score_mod: ScoreMod | None = None
     """Function of score, batch element, query head, query and key, scalar tensors, that returns
-    another score, as of PyTorch's FlexAttention. Tensors of its closure may require gradients."""
+    another score, as of PyTorch's FlexAttention. Tensors that it reads may require gradients."""
 
 
-def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float | None, bool, Any]:
+def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float | None, bool, bool]:
     """Return the scores for the arguments of an operator, or raise TypeError.
 
     Returns:
-        Sinks, slopes and bias; the soft cap; whether the gradient of the bias is required; and the
-        score function, which no operator takes.
+        Sinks, slopes and bias; the soft cap; whether the gradient of the bias is required; and
+        whether no operator computes the scores: a score function, or gradients of slopes.
     """
     if scores is None:
-        return (None, None, None), None, False, None
+        return (None, None, None), None, False, False
     check_is_scores(scores)
     tensors = scores.sinks, scores.alibi_slopes, scores.bias
-    return tensors, scores.softcap, requires_grad(scores.bias), scores.score_mod
+    is_eager = scores.score_mod is not None or requires_grad(scores.alibi_slopes)
+    return tensors, scores.softcap, requires_grad(scores.bias), is_eager
 
 
 def check_scores(
@@ -87,15 +89,22 @@ def check_scores(
             f"scores.sinks must be [num_heads], [{query.shape[1]}], got {list(sinks.shape)}"
         )
     seqlen_q = query.shape[2]
+    reads = find_reads(scores.score_mod, query)
+    captured = () if reads is None else reads.leaves
+    slopes = scores.alibi_slopes
     terms = ScoreTerms(
         softcap=_check_softcap(scores.softcap),
-        alibi_slopes=_check_slopes(scores.alibi_slopes, query),
+        alibi_slopes=_check_slopes(slopes, query),
         bias=_check_bias(scores.bias, query, seqlen_kv),
         score_mod=_check_score_mod(scores.score_mod),
         distance=0 if seqlen_kv is None else seqlen_kv - seqlen_q,
-        captured=captured_leaves(scores.score_mod),
+        captured=(*captured, slopes) if slopes is not None and requires_grad(slopes) else captured,
+        slopes_require_grad=requires_grad(slopes),
+        read=() if reads is None else reads.tensors,
         bias_requires_grad=requires_grad(scores.bias),
     )
+    if sinks is not None:  # of +inf: the limit, with gradients of 0
+        sinks = sinks.clamp(max=torch.finfo(sinks.dtype).max)
     return sinks, terms if terms.names else None
 
 
@@ -105,17 +114,14 @@ def check_is_scores(scores: Scores) -> None:
         raise TypeError(f"scores must be cqs.Scores or None, got {type(scores).__name__}")
 
 
-def captured_leaves(score_mod: ScoreMod | None) -> tuple[Tensor, ...]:
-    """Return the tensors that a score function reads and whose gradients are required."""
-    if score_mod is None or not torch.is_grad_enabled():
-        return ()
-    found = {id(each): each for each in captured_tensors(score_mod) if each.requires_grad}
-    return tuple(found.values())
+def find_reads(score_mod: ScoreMod | None, like: Tensor) -> Reads | None:
+    """Return what a score function reads if gradients are enabled, else ``None``."""
+    return Reads(score_mod, like) if callable(score_mod) and torch.is_grad_enabled() else None
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
     """Return whether autograd records operations on a tensor."""
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | None:
@@ -151,11 +157,6 @@ def _check_slopes(slopes: Tensor | None, query: Tensor) -> Tensor | None:
         raise ValueError(
             f"scores.alibi_slopes must be [num_heads] or [batch, num_heads], [{num_heads}] or "
             f"[{batch}, {num_heads}], got {list(slopes.shape)}"
-        )
-    if requires_grad(slopes):
-        raise ValueError(
-            "scores.alibi_slopes must not require gradients: detach them, or pass "
-            "score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()"
         )
     return slopes.detach().to(lse_dtype(query.dtype)).view(-1, num_heads)
 

@@ -1,12 +1,31 @@
 """Checks of the tensors of a call: plain, dense, of a supported dtype and device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors as ``torch.autocast`` casts those of scaled_dot_product_attention.
+
+    Where it is enabled for the device of a tensor, that is floating-point and not float64, the
+    tensor is cast to its dtype. Other arguments are returned as they are.
+    """
+    return tuple(map(_autocast, tensors)) if torch._C._is_any_autocast_enabled() else tensors
+
+
+def _autocast(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor) or (device := tensor.device.type) not in ("cpu", "cuda"):
+        return tensor
+    is_cast = torch.is_autocast_enabled(device) and tensor.is_floating_point()
+    if not is_cast or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:

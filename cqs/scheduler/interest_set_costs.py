@@ -3,10 +3,14 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+from cqs.arguments import as_integer
 from cqs.scheduler.cost import AttentionShape
 from cqs.scheduler.interest_sets import load_interest_sets
 from cqs.scheduler.kinds import Quorums
 from cqs.scheduler.plan import make_plan
+
+_MAX_COMPARED = 1024
+"""Most tasks of plans that are compared: 4 s, and four times as many for twice the tasks."""
 
 
 class InterestSetCosts(NamedTuple):
@@ -41,7 +45,7 @@ def compare_interest_sets(
     Args:
         seqlen_q: Number of queries.
         seqlen_kv: Number of keys; ``None`` means the number of queries.
-        num_tasks: Number of tasks.
+        num_tasks: Number of tasks, from 1 to 1,024, all of which are made for every set.
         is_causal: Whether attention is causal.
         pattern: Sparse pattern, see :func:`cqs.make_plan`.
         shape: Heads, head dimensions, batch and element size of the tensors; ``None`` means one
@@ -55,6 +59,7 @@ def compare_interest_sets(
         >>> [costs.longest for costs in compare_interest_sets(10, num_tasks=4)]
         [8, 8]
     """
+    num_tasks = as_integer("num_tasks", num_tasks, 1, _MAX_COMPARED)
     shape = AttentionShape(1, 64) if shape is None else shape
     plan_of = partial(
         make_plan, seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal, pattern=pattern
@@ -89,7 +94,7 @@ def choose_interest_set(
         seqlen_kv: Number of keys; ``None`` means the number of queries.
         by: ``"traffic"`` for the fewest bytes on average, ``"memory"`` for the lowest peak of any
             task. The other one decides between equals, then the order of the stored sets.
-        num_tasks: Number of tasks.
+        num_tasks: Number of tasks, from 1 to 1,024.
         is_causal: Whether attention is causal.
         pattern: Sparse pattern, see :func:`cqs.make_plan`.
         shape: See :func:`compare_interest_sets`.

@@ -21,6 +21,8 @@ _JSON_VERSIONS = (2, 3)
 """Versions of the format of :meth:`Plan.to_json`: of quorum plans, and of plans of other kinds."""
 _JSON_NUMBERS = ("num_tasks", "seqlen_q", "seqlen_kv", "is_causal")
 """Fields of a plan that its JSON object has under the same name."""
+_JSON_LISTS = ("tasks", "token_groups", "responsibility_ratio")
+"""Fields of its JSON object that list all tasks."""
 _MAX_WITH_PATTERN = 1024
 """Largest number of tasks of a plan with a pattern: balancing examines all pairs of groups."""
 MAX_LISTED = 4096
@@ -187,12 +189,15 @@ class Plan:
         Raises:
             ValueError: ``num_tasks`` is more than 4,096. :meth:`task` returns single tasks.
         """
+        self._check_listed()
+        return tuple(self.task(index) for index in range(self.num_tasks))
+
+    def _check_listed(self) -> None:
         if self.num_tasks > MAX_LISTED:
             raise ValueError(
                 f"num_tasks must be at most {MAX_LISTED} where all tasks are listed, "
                 f"got {self.num_tasks}: ask Plan.task for single tasks"
             )
-        return tuple(self.task(index) for index in range(self.num_tasks))
 
     @cached_property
     def live_pairs(self) -> int:
@@ -209,7 +214,9 @@ class Plan:
         Raises:
             ValueError: ``num_tasks`` is more than 4,096, so :attr:`tasks` cannot be listed.
         """
-        busiest = max(task.live_pairs for task in self.tasks)
+        return self._ratio(max(task.live_pairs for task in self.tasks))
+
+    def _ratio(self, busiest: int) -> float:
         return self.live_pairs / busiest if busiest else 1.0
 
     @cached_property
@@ -281,15 +288,7 @@ class Plan:
         if list_tasks:
             written["token_groups"] = [[group.start, group.stop] for group in self.token_groups]
             written["responsibility_ratio"] = self.responsibility_ratio
-            written["tasks"] = [
-                {
-                    "index": task.index,
-                    "held_groups": task.held_groups,
-                    "blocks": [(q.start, q.stop, k.start, k.stop) for q, k, _ in task.blocks],
-                    "live_pairs": task.live_pairs,
-                }
-                for task in self.tasks
-            ]
+            written["tasks"] = list(map(_describe, self.tasks))
         return json.dumps(written)
 
     @classmethod
@@ -319,17 +318,33 @@ class Plan:
                 raise ValueError(
                     f"the pattern of the plan is {of_plan}, got {given}: pass the same"
                 )
+            lists = (
+                [written.pop(name, None) for name in _JSON_LISTS] if "tasks" in written else None
+            )
             plan = make_plan(
                 **{name: written[name] for name in _JSON_NUMBERS},
                 kind=read_kind(written),
                 tile=written.get("tile", 1),
                 pattern=pattern,
             )
-            if json.loads(plan.to_json(list_tasks="tasks" in written)) != written:
+            if json.loads(plan.to_json()) != written or (lists and not plan._has_lists(*lists)):
                 raise ValueError("not a plan: its groups or tasks contradict its numbers")
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
         return plan
+
+    def _has_lists(self, tasks: Any, groups: Any, ratio: Any) -> bool:
+        """Return whether these are the lists of the plan; stop at the first that is not."""
+        self._check_listed()
+        busiest, own_groups = 0, [[group.start, group.stop] for group in self.token_groups]
+        if len(tasks) != self.num_tasks or groups != own_groups:
+            return False
+        for index, given in enumerate(tasks):
+            task = self.task(index)
+            if json.loads(json.dumps(_describe(task))) != given:
+                return False
+            busiest = max(busiest, task.live_pairs)
+        return bool(ratio == self._ratio(busiest))
 
     def __str__(self) -> str:
         """Describe the plan in one line."""
@@ -351,6 +366,16 @@ class Plan:
     def _steps_of_task(self) -> Callable[[int], list[Step]]:
         """The function that lists the steps of a task, given its index."""
         return self.kind.divide(self._groups)
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    """Return a task as JSON types."""
+    return {
+        "index": task.index,
+        "held_groups": task.held_groups,
+        "blocks": [(q.start, q.stop, k.start, k.stop) for q, k, _ in task.blocks],
+        "live_pairs": task.live_pairs,
+    }
 
 
 def _check_pattern(pattern: Any, is_causal: bool = False) -> Any:

@@ -114,6 +114,6 @@ class Tiler:
             if parts and group not in self._merges:
                 self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
             for partial, rows in parts:
-                self._merges[group].add(partial, rows)
+                self._merges[group].add_own(partial, rows)
             if not turns:
                 self._merges.pop(group).finish()

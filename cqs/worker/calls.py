@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cqs.partial import Gradients, Partial, lse_dtype, merge_partials
+from cqs.partial import Gradients, Partial, lse_dtype, merge_own
 from cqs.patterns.views import View
 from cqs.problem.dropout import DropoutBits
 from cqs.worker.backend import CallBackend
@@ -280,7 +280,7 @@ def _attend_block_row(
             found = attend_call(backend, call.operands(of_call, place))
             rows = Partial(*(call.of_queries(part, place, first) for part in answer))
             if not is_first:
-                found = merge_partials([rows, Partial(found.output.to(dtype), found.lse)])
+                found = merge_own([rows, Partial(found.output.to(dtype), found.lse)])
             for target, part in zip(rows, found, strict=True):
                 target.copy_(part)
     return Partial(answer.output.to(query.dtype), answer.lse)

@@ -64,8 +64,12 @@ class _Cpu(CallBackend):
         if num_padding or num_columns:
             padded = _pad(padded, num_padding, num_columns)
             key, value = _pad(key, 0, num_columns), _pad(value, 0, num_columns)
-        # The kernel ignores the stride of the last dimension.
-        if not padded.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        # The kernel ignores the last stride, also of its output, which it allocates like the query.
+        strides, columns = padded.stride(), padded.shape[3]
+        if not (
+            strides.count(1) == strides[3] == key.stride(3) == value.stride(3) == 1
+            and min(strides[2], key.stride(2), value.stride(2)) >= columns
+        ):
             padded, key, value = with_adjacent_columns(padded, key, value)
         if (addend is None or num_padding) and not visible is terms is None:
             addend = _addend(operands, num_padding)

@@ -137,5 +137,17 @@ def with_sign_of(scale: float, grad_query: Tensor) -> Tensor:
 
 
 def with_adjacent_columns(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with a last stride of 1; the others are copied."""
-    return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in tensors])
+    """Return tensors with a last stride of 1 and no other, and rows apart; the others are copied.
+
+    Kernels allocate results in the order of the query's strides, so in an overlapping view another
+    dimension with a stride of 1 may take the place of the columns. Libraries of matrix products
+    refuse rows that overlap.
+    """
+    return tuple(
+        [
+            t
+            if t.stride().count(1) == t.stride(3) == 1 and t.stride(2) >= t.shape[3]
+            else t.contiguous()
+            for t in tensors
+        ]
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cqs.partial import Gradients, Partial, lse_dtype, merge_partials, merge_rows
+from cqs.partial import Gradients, Partial, lse_dtype, merge_own, merge_rows
 from cqs.patterns import BoundPattern
 from cqs.problem import Problem
 from cqs.problem.dropout import Dropout
@@ -260,7 +260,7 @@ class Worker:
             if keys:
                 call = step.queries, keys, is_causal
                 partials.append(attend_call(*self._operands(backend, call, held)))
-        return partials[0] if len(partials) == 1 else merge_partials(partials)
+        return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(
         self, backend: Backend, call: _Call, held: Sequence[HeldTokens]

@@ -159,6 +159,18 @@ def test_each_token_is_put_once(cluster, ray_session, monkeypatch, fits_the_stor
         assert len(puts) == 14, "seven groups of queries, seven of keys and values"
 
 
+def test_autocast_casts_what_it_casts_for_sdpa(cluster):
+    mixed = torch.randn(3, 1, 2, 40, 16).unbind()
+    mixed = *mixed[:2], mixed[2].bfloat16()
+    cast = [each.bfloat16() for each in mixed]
+    expected = cluster.attention(*cast), cluster.attention(cluster.shard(*cast)).to_local()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cluster.attention(*mixed), cluster.attention(cluster.shard(*mixed)).to_local()
+        assert torch.equal(cluster.submit(*mixed).result(), expected[0])
+        assert torch.equal(cqs.attention(*mixed, executor=cluster), expected[0])
+    assert all(map(torch.equal, found, expected))
+
+
 def test_inputs_are_never_written_to(cluster):
     problem = CASES[1].make()
     before = [tensor.clone() for tensor in tensors(problem)]

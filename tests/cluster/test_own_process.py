@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 
 import pytest
 
+import cqs
 from cqs.executors.ray import session
 from cqs.executors.ray.session import private_folder
 
@@ -84,8 +86,13 @@ def short_folder():
 
 
 def test_the_private_cluster_is_private(tmp_path, short_folder):
+    """Also with variables that name another interface, and with a group of ranks."""
     script = """
         import cqs, os, psutil, ray, stat, tempfile, torch
+
+        for name, addresses in psutil.net_if_addrs().items():
+            if not any(each.address.startswith("127.") for each in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
         def listening():
             own = psutil.Process()
@@ -97,6 +104,7 @@ def test_the_private_cluster_is_private(tmp_path, short_folder):
         query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
         with cqs.Cluster(num_workers=1) as cluster:
             output = cluster.attention(query, key, value, num_tasks=3)
+            cluster.attention(cluster.shard(query, key, value)).wait()
             found = [*listening()]
             assert len(found) > 2 and set(found) <= {"127.0.0.1", "::ffff:127.0.0.1"}, found
             assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
@@ -476,6 +484,35 @@ def test_no_cluster_at_an_address_is_named(tmp_path):
                 print("refused")
     """
     assert run_python(script, tmp_path).count("refused") == 5
+
+
+def refuse(server):
+    with server.accept()[0] as connection:
+        connection.sendall(b"HTTP/1.1 400 Bad Request")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize("case", ["no server", "no answer", "no gRPC", "interrupt", "local"])
+def test_an_address_of_the_environment_without_a_cluster_is_named(monkeypatch, case, scheme):
+    """``RAY_ADDRESS`` of a cluster that was stopped or killed, or of another server."""
+    monkeypatch.setattr("cqs.executors.ray.session._CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr("cqs.executors.ray.session.is_connected", lambda: False)  # by other tests
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("", 0)))
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}" if case != "local" else case)
+        if case == "no server":
+            server.close()
+        if case == "no gRPC":
+            threading.Thread(target=refuse, args=[server], daemon=True).start()
+        if case == "interrupt":
+            # Processes in the background of a shell ignore the signal.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        kind = KeyboardInterrupt if case == "interrupt" else ValueError
+        message = None if case == "interrupt" else "^address must be .*, got 'auto'"
+        with pytest.raises(kind, match=message):
+            cqs.Cluster(num_workers=1, address="auto")
 
 
 @pytest.fixture

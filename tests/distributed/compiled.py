@@ -78,6 +78,34 @@ def compare(group, options, recomputed="nothing"):
     ]
 
 
+def compare_in_autocast(group, has_joint):
+    """Return whether calls and prepared calls in autocast, and compiled ones, cast their inputs."""
+    torch._dynamo.reset()
+    tensors = operands(17 + 6 * dist.get_rank(group), torch.float32)
+    tensors[2] = tensors[2].detach().bfloat16().requires_grad_()
+    joint = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)) if has_joint else ()
+    tensors += [torch.randn(each, generator=joint).requires_grad_() for each in shapes]
+
+    def named(each):
+        return dict(zip(("joint_query", "joint_key", "joint_value"), each[3:], strict=False))
+
+    def attend(*each):
+        return cqs.distributed.attention(*each[:3], group=group, **named(each))
+
+    cast = [each.bfloat16() for each in tensors]
+    prepared = cqs.distributed.prepare(*cast[:3], group=group, **named(cast))
+    expected = results(lambda *each: attend(*(one.bfloat16() for one in each)), tensors)
+    calls = (
+        attend,
+        torch.compile(attend, backend="aot_eager", fullgraph=True),
+        lambda *each: prepared(*each[:3], **named(each)),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [results(call, tensors) for call in calls]
+    return [all(map(torch.equal, each, expected)) for each in found]
+
+
 def compare_joint(group, options):
     """Return the largest differences of compiled passes with joint tokens from eager ones.
 
@@ -125,7 +153,7 @@ def documents_of(tokens):
 def check_operator(group):
     """Run opcheck on the operator and its backward pass; the default group has more ranks."""
     window = sliding_window(5)
-    handle, seed = torch.from_numpy(window.handle), torch.tensor(3)
+    handle, seed = window.handle, torch.tensor(3)
     options = (
         True,
         True,

@@ -26,7 +26,7 @@ from cqs.worker.memory import record_cpu_memory
 SCRATCH = [
     (Worker, "run_together"),
     (Worker, "run_backward"),
-    (RunningMerge, "add"),
+    (RunningMerge, "add_own"),
     (RunningMerge, "finish"),
     (_Sums, "add"),
 ]

@@ -5,6 +5,7 @@ import torch
 from compiled import (
     check_operator,
     compare,
+    compare_in_autocast,
     compare_joint,
     compare_meshes,
     complain_about_order,
@@ -50,6 +51,12 @@ def test_a_graph_has_the_whole_call(ranks, options):
 def test_a_graph_has_joint_tokens(ranks, options):
     for differences in ranks.run(2, compare_joint, options):
         assert max(differences) == 0
+
+
+@pytest.mark.parametrize("has_joint", [False, True])
+def test_autocast_casts_what_it_casts_for_sdpa(ranks, has_joint):
+    """In calls, compiled calls and prepared calls."""
+    assert ranks.run(2, compare_in_autocast, has_joint) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("recomputed", ["all", "selected"])

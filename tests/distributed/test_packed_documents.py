@@ -20,20 +20,20 @@ BATCH = 25
 
 def random_ends(generator, length, number):
     """Return cumulative lengths of some empty, short and long documents."""
-    return [0, *sorted(generator.randint(0, length) for _ in range(number))]
+    last = generator.randint(2, length)
+    return [0, *sorted(generator.randint(0, last) for _ in range(number - 1)), last]
 
 
 def random_pattern(generator, length, *, is_causal=None):
     """Return packed documents of up to ``length`` tokens, and the lengths of a problem."""
-    number = generator.randint(0, 12)
+    number = generator.randint(1, 12)
     ends, ends_kv = random_ends(generator, length, number), None
     if generator.random() < 0.3:
         ends_kv = random_ends(generator, length, number)
     if is_causal is None:
         is_causal = generator.random() < 0.7
-    spare = generator.choice([0, 0, 3]) if min(ends[-1], (ends_kv or ends)[-1]) > 1 else 2
-    lengths = ends[-1] + spare, (ends_kv or ends)[-1] + spare
-    return documents(ends, ends_kv, is_causal=is_causal), lengths
+    pattern = documents(ends, ends_kv, is_causal=is_causal)
+    return pattern, pattern.default_lengths
 
 
 def random_cuts(generator, length, number):

@@ -105,8 +105,8 @@ class LaterMerge:
         self._answer, self._merge = answer, [None]
         current_stream().enqueue(lambda: self._merge.__setitem__(0, RunningMerge(answer)))
 
-    def add(self, *arguments):
-        current_stream().enqueue(lambda: self._merge[0].add(*arguments))
+    def add_own(self, *arguments):
+        current_stream().enqueue(lambda: self._merge[0].add_own(*arguments))
 
     def finish(self):
         current_stream().enqueue(lambda: self._merge[0].finish())

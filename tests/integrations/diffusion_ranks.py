@@ -8,15 +8,17 @@ import os
 import runpy
 import sys
 import warnings
+from logging import Logger
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 from diffusers.utils import logging
 from diffusion_models import FAMILIES, HEAD_DIM, SIZES, make_inputs, make_model, passes
 from ranks import find_free_port
+from torch.distributed.device_mesh import init_device_mesh
 
 from cqs.integrations.diffusers import register
 
@@ -98,6 +100,27 @@ def _complaints():
     return found
 
 
+def _complaints_about_ranks():
+    """Return the errors of this rank for degrees and orders of calls that do not fit."""
+    degrees = {
+        "few": {"ring_degree": 3},
+        "many": {"ring_degree": 3, "ulysses_degree": 2},
+        "mesh": {"ring_degree": 3, "mesh": init_device_mesh("cpu", (5,), mesh_dim_names=["ring"])},
+        "one rank": {"ring_degree": 5 if dist.get_rank() else 3},
+        "order": {},
+    }
+    found = {}
+    for name, given in degrees.items():
+        try:
+            if name != "order":
+                make_parallel("Wan", 3, **given)
+            with attention_backend("native"):
+                make_model("Wan", 3).enable_parallelism(config=ContextParallelConfig(5))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def _bias_of_padding():
     """Return the error of a layer whose mask, a bias, masks out all keys of the last rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -152,6 +175,10 @@ def _serve(rank, num_ranks, ports, queue):
         found["without a mask"] = _text_without_a_mask()
         found["timesteps of tokens"] = _timesteps_of_tokens()
         found["bias of padding"] = _bias_of_padding()
+    if num_ranks == 5:
+        of_ranks = [None] * 5
+        dist.all_gather_object(of_ranks, _complaints_about_ranks())
+        found["complaints about ranks"] = of_ranks
     dist.destroy_process_group()
     if num_ranks == 3:
         os.environ["MASTER_PORT"] = str(ports[1])
@@ -164,6 +191,8 @@ def main():
     """Print the findings for the numbers of ranks that are given, as JSON."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
+    with contextlib.suppress(AttributeError):
+        del Logger.warning_once  # transformers adds it
     register()
     context = multiprocessing.get_context("fork")  # what takes long to import is imported
     results = {}

@@ -168,6 +168,6 @@ def test_the_operator_passes_opcheck(is_packed, has_padding):
     visible = [torch.rand(2, 9) < 0.6] if has_padding else []
     joined = [torch.rand(2, 8) < 0.6] if is_packed else []
     given = ", ".join("..." if each else "None" for each in (visible, joined))
-    tensors = [torch.from_numpy(pattern.handle), *visible, *joined]
+    tensors = [pattern.handle, *visible, *joined]
     arguments = "", f"[b'', {given}, {{}}, {{}}, {{}}]", [9, 9, 2], tensors
     opcheck(torch.ops.cqs.made.default, (f"{_make_mask.__module__}:_make_mask", *arguments))

@@ -93,6 +93,15 @@ def test_masks_that_ranks_do_not_support_are_named(found_on_ranks):
     assert "99" in complaints["other lengths"]
 
 
+def test_every_rank_names_degrees_and_an_order_that_do_not_fit(found_on_ranks):
+    for rank, found in enumerate(found_on_ranks["5"]["complaints about ranks"]):
+        product = "ring_degree * ulysses_degree must be the number of ranks, 5, got"
+        assert f"{product} 3 * 1 = 3" in found["few"] and f"{product} 3 * 2 = 6" in found["many"]
+        assert "must have the sizes (3, 1) of ('ring', 'ulysses'), got (5, None)" in found["mesh"]
+        assert ("rank 0 of the group failed" in found["one rank"]) == (rank > 0)
+        assert "call model.set_attention_backend('cqs') before" in found["order"]
+
+
 def test_the_example_equals_one_process(found_on_ranks):
     heading, deviation = found_on_ranks["3"]["example"]
     assert heading == "3 ranks, 30 heads, 115 tokens, 3 steps"

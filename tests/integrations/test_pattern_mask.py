@@ -1,8 +1,12 @@
 """A mask that is known by its pattern behaves like the boolean tensor that sdpa gets."""
 
 import copy
+import io
+import pickle
 from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +110,38 @@ def test_a_change_in_place_is_seen_by_every_alias(name, mode):
         assert mask.source.dense is not None and not torch.equal(expected, VISIBLE)
         assert torch.equal(mask, expected) and torch.equal(alias, expected)
         assert alias.source is mask.source
+
+
+EXPORTS = {
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "saved": lambda mask: torch.load(saved(mask), weights_only=True),
+    "to another process": lambda mask: ForkingPickler.loads(ForkingPickler.dumps(mask)),
+    "shared": lambda mask: mask.clone().share_memory_(),
+    "numpy": lambda mask: torch.from_numpy(mask.numpy()),
+    "array": lambda mask: torch.from_numpy(np.asarray(mask)),
+    "tolist": lambda mask: torch.tensor(mask.tolist()),
+    "dlpack": torch.from_dlpack,
+    "dlpack to numpy": lambda mask: torch.from_numpy(np.from_dlpack(mask).copy()),
+}
+
+
+def saved(mask):
+    buffer = io.BytesIO()
+    torch.save({"mask": mask}, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_files_arrays_and_other_processes_get_the_boolean_tensor(name, is_changed):
+    mask, expected = make_mask(), VISIBLE
+    if is_changed:
+        mask.logical_not_()
+        expected = ~VISIBLE
+    found = EXPORTS[name](mask)
+    found = found["mask"] if isinstance(found, dict) else found
+    assert torch.equal(found, expected) and torch.equal(mask, expected)
 
 
 def test_metadata_is_that_of_the_boolean_tensor():

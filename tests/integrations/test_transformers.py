@@ -184,6 +184,18 @@ def test_layers_with_alibi_match(family, kind):
     assert spy.call_count == 2
 
 
+def test_masks_of_the_users_own_are_those_of_mpt():
+    """Its own layers mask out what is not 0, in an additive mask and in a boolean one."""
+    config = transformers.MptConfig(vocab_size=99, **ALIBI["Mpt"])
+    model, batch = transformers.MptForCausalLM(config).eval(), BATCHES["whole"]()
+    hidden = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    hidden[..., 5:, 2] = True
+    for mask in (hidden, hidden * torch.finfo(torch.float32).min):
+        batch["attention_mask"] = mask
+        expected = passes(with_attention(model, "eager"), **batch)
+        assert_alike(passes(with_attention(model, "cqs"), **batch), expected, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
 def test_a_model_that_does_not_declare_its_support_computes_the_same(kind):
     """The encoder of BigBird-Pegasus adds the mask to its scores, the decoder asks cqs."""

@@ -33,7 +33,7 @@ PATTERNS = [
     block_diagonal(4),
     global_tokens([1, 2, 9]),
     longformer(4, 1),
-    documents([0, 6, 7, 20]),
+    documents([0, 6, 7, 26]),
 ]
 SHAPES = [(0, 0), (1, 1), (26, 26), (13, 24), (24, 13), (0, 4), (5, 0)]
 
@@ -79,7 +79,7 @@ def random_pattern(rng, depth, seqlen_q, seqlen_kv):
         )
     bounds = [rng.choice([None, rng.randint(0, 9)]) for _ in range(2)]
     rows, columns = -(-seqlen_q // 6), -(-seqlen_kv // 6)
-    packed = documents([0, *sorted(rng.randint(0, 40) for _ in range(4))])
+    packed = documents([0, *sorted(rng.randint(0, seqlen_q) for _ in range(3)), seqlen_q])
     pattern = rng.choice(
         [
             packed if seqlen_q == seqlen_kv else causal(),

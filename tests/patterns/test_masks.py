@@ -10,6 +10,7 @@ import torch
 from brute_force import assert_is
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+import cqs
 from cqs.patterns import (
     block_sparse,
     causal,
@@ -195,6 +196,48 @@ def test_a_block_mask_of_flex_attention_is_read(name, block):
         assert_is(random.Random(7), pattern.head(0, head).bind(seqlen_q, seqlen_kv), expected)
 
 
+INDICES = {
+    "row": (slice(None), slice(None), torch.tensor(2)),
+    "batch element": (torch.tensor(1),),
+    "head": (slice(None), torch.tensor(0)),
+    "row of a batch element": (torch.tensor(1), slice(None), torch.tensor(2)),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_a_block_mask_may_be_indexed_by_scalar_tensors(name):
+    block_mask = create_block_mask(MASK_MODS["causal"], 2, 3, 128, 128, "cpu", BLOCK_SIZE=32)
+    found, first, length = block_mask[INDICES[name]], 0, 128
+    if "row" in name:
+        first, length = 70, 1
+    found.mask_mod = lambda b, h, q, k: q + first >= k
+    found.seq_lengths = length, 128
+    expected = (first + np.arange(length)[:, None]) >= np.arange(128)
+    pattern = from_block_mask(found)
+    assert (pattern.head(0, 0).to_mask(length, 128) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("index", "rule", "lengths"),
+    [
+        (torch.tensor(0), "window-of-head", (128, 128)),  # of heads or of batch elements
+        ((slice(None), slice(None), torch.tensor(1)), "causal", (128, 128)),  # more rows
+        ((slice(None), slice(None), 1), "causal", (128, 128)),
+    ],
+)
+def test_block_masks_without_clear_dimensions_are_refused(index, rule, lengths):
+    rule = MASK_MODS[rule]
+    found = create_block_mask(rule, 2, 3, 128, 128, "cpu", BLOCK_SIZE=32)[index]
+    found.mask_mod, found.seq_lengths = rule, lengths
+    with pytest.raises(ValueError, match=r"block_mask must have blocks \[batch, heads, rows\]"):
+        from_block_mask(found)
+    if isinstance(index, torch.Tensor):
+        tensors = torch.randn(3, 1, 3, 128, 16).unbind()  # whose heads are three
+        found = cqs.flex_attention(*tensors, block_mask=found)
+        expected = cqs.attention(*tensors, create_mask(rule, 1, 3, 128, 128, "cpu"))
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_mask_function_may_read_tensors():
     document = torch.arange(260) // 90
     block_mask = create_block_mask(
@@ -238,8 +281,9 @@ def test_a_mask_function_may_index_and_reduce_by_scalars():
         ),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
         (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), r"mask must be .*, got 1\.0"),
-        (lambda: per_head([]), "patterns must be rows of one length"),
+        (lambda: per_head([[]]), "patterns must be rows of one length"),
         (lambda: per_head([[1, 2]]), "patterns must be rows of patterns of one head, got 1"),
+        (lambda: per_head([causal()]), "patterns must be rows of patterns of one head, got \\("),
         (
             lambda: per_head([[per_head([[causal(), strided(2)]])]]),
             "patterns must be rows of patterns of one head, got <1 x 2 patterns",

@@ -1,4 +1,4 @@
-"""Patterns that name tokens, each against its definition."""
+"""Patterns of positions, each against its definition."""
 
 import pickle
 import random
@@ -12,14 +12,18 @@ from brute_force import assert_is, mask_of
 import cqs
 from cqs.patterns import (
     BoundPattern,
+    block_diagonal,
     causal,
+    dilated,
     documents,
+    fixed,
     from_mask,
     global_tokens,
     longformer,
     padded,
     per_head,
     sliding_window,
+    strided,
 )
 from cqs.patterns.bound_documents import BoundDocuments
 
@@ -36,7 +40,17 @@ def rule_of_globals(tokens, side=-1):
     return lambda p, j: p in tokens or j in tokens or abs(p - j) <= side
 
 
+def rule_of_fixed(p, j):
+    return j <= p if j // 4 == p // 4 else j < p and j % 4 >= 3
+
+
 RULES = {
+    causal(): lambda p, j: j <= p,
+    sliding_window(4, 2): lambda p, j: -4 <= j - p <= 2,
+    dilated(2, 3, 4): lambda p, j: -8 <= j - p <= 12 and (j - p) % 4 == 0,
+    strided(4): lambda p, j: 0 <= p - j < 4 or j < p and (p - j) % 4 == 0,
+    fixed(4, 1): rule_of_fixed,
+    block_diagonal(4): lambda p, j: j // 4 == p // 4,
     global_tokens([]): lambda p, j: False,
     global_tokens(3): rule_of_globals({0, 1, 2}),
     global_tokens(range(4, 9)): rule_of_globals(set(range(4, 9))),
@@ -47,7 +61,6 @@ RULES = {
     documents([0, 4, 4, 11, 20]): rule_of_documents([0, 4, 4, 11, 20], True),
     documents([0, 5, 6, 30], is_causal=False): rule_of_documents([0, 5, 6, 30], False),
 }
-OF_EQUAL_LENGTHS = [pattern for pattern in RULES if repr(pattern).startswith("documents")]
 every_pattern = pytest.mark.parametrize("pattern", RULES, ids=repr)
 
 
@@ -57,27 +70,22 @@ def test_patterns_are_what_their_definition_says(pattern):
     shapes = [(0, 0), (0, 3), (3, 0), (1, 1), (25, 25), (9, 23), (23, 9)]
     shapes += [(rng.randint(0, 30), rng.randint(0, 30)) for _ in range(12)]
     for shape in shapes:
-        if pattern in OF_EQUAL_LENGTHS:
-            shape = shape[0], shape[0]
+        shape = shape if pattern.suits(shape) else pattern.default_lengths
         assert_is(rng, pattern.bind(*shape), mask_of(RULES[pattern], *shape))
 
 
 @every_pattern
 def test_patterns_are_values_that_print_as_their_call(pattern):
     assert pickle.loads(pickle.dumps(pattern)) == pattern
-    assert eval(repr(pattern), {**globals(), "sliding_window": longformer_window}) == pattern
-
-
-def longformer_window(left, right):
-    from cqs.patterns import sliding_window
-
-    return sliding_window(left, right)
+    assert eval(repr(pattern)) == pattern
 
 
 def test_arrays_and_numbers_name_the_same_tokens():
     assert global_tokens(np.array([1, 0])) == global_tokens(2) == global_tokens(range(2))
     assert global_tokens(np.int64(2)) == global_tokens(2)
     assert padded(np.array([4, 0]), torch.tensor([5, 1])) == padded([4, 0], (5, 1))
+    one = padded([4], [5]) & causal()
+    assert eval(repr(one)) == one and eval(repr(one - causal())) == one - causal()
     ends = np.array([0, 3, 9], dtype=np.int32)
     assert documents(ends) == documents([0, 3, 9])
 
@@ -109,18 +117,19 @@ def test_elements_of_a_padded_batch_are_problems_of_their_own(is_causal):
 
 def test_lengths_of_a_padded_batch_are_checked():
     assert padded([3, 3]) == padded([3, 3], [3, 3])
-    with pytest.raises(ValueError, match="of the same batch elements, at least 1, got 2 and 1"):
+    with pytest.raises(ValueError, match="of the same batch elements, got 2 and 1"):
         padded([3, 3], [3])
     with pytest.raises(ValueError, match="lengths must be at least 0, got -1"):
         padded([-1])
     with pytest.raises(TypeError, match="lengths_kv must be an integer, got 1.5"):
         padded([1], [1.5])
-    with pytest.raises(ValueError, match="at least 1, got 0 and 0"):
-        padded([])
     q = torch.randn(3, 1, 5, 4)
     with pytest.raises(ValueError, match="batch must be 2 with pattern"):
         cqs.attention(q, q, q, pattern=padded([1, 2]))
-    with pytest.raises(ValueError, match="must be those of 5 queries and 5 keys"):
+    with pytest.raises(ValueError, match="batch must be 0 with pattern <0 x 1 patterns, of an emp"):
+        cqs.attention(q, q, q, pattern=padded([]) & causal())
+    assert cqs.attention(q[:0], q[:0], q[:0], pattern=padded([]) & causal()).shape == (0, 1, 5, 4)
+    with pytest.raises(ValueError, match="at most those of 5 queries and 5 keys, got 6"):
         cqs.attention(q, q, q, pattern=padded([1, 6, 2]))
 
 
@@ -151,7 +160,7 @@ def test_documents_of_unequal_lengths_are_problems_of_their_own(is_causal):
     rng = random.Random(5)
     for _ in range(40):
         sides = [[0, *sorted(rng.randint(0, 25) for _ in range(4))] for _ in range(2)]
-        shape = tuple(ends[-1] + rng.randint(0, 3) for ends in sides)
+        shape = tuple(ends[-1] for ends in sides)
         mask = mask_of_documents(*sides, shape, is_causal)
         pattern = documents(*sides, is_causal=is_causal)
         assert_is(rng, pattern.bind(*shape), mask)
@@ -169,7 +178,7 @@ def test_counts_of_documents_are_those_of_their_pieces(is_causal):
     for _ in range(60):
         number = rng.randint(0, 8)
         sides = [[0, *sorted(rng.randint(0, 40) for _ in range(number))] for _ in range(2)]
-        shape = tuple(ends[-1] + rng.randint(0, 3) for ends in sides)
+        shape = tuple(ends[-1] for ends in sides)
         bound = documents(*sides, is_causal=is_causal).bind(*shape)
         by_pieces = BoundPattern(*shape, bound.pieces)
         for _ in range(20):
@@ -192,7 +201,7 @@ def test_counts_of_documents_are_those_of_their_pieces(is_causal):
 def test_documents_in_documents_are_documents():
     rng = random.Random(4)
     for _ in range(40):
-        sides = [[0, *sorted(rng.randint(0, 30) for _ in range(5))] for _ in range(2)]
+        sides = [[0, *sorted(rng.randint(0, 30) for _ in range(4)), 30] for _ in range(2)]
         first, second = (documents(ends, is_causal=rng.random() < 0.5) for ends in sides)
         both = first & second
         assert isinstance(both.bind(30), BoundDocuments)
@@ -237,9 +246,17 @@ def test_longformer_of_a_billion_tokens_is_a_few_pieces():
         (lambda: documents([0, 2], [1, 2]), r"cu_seqlens_kv must begin with 0 .*, got \[1, 2\]"),
         (lambda: documents([0, 2], [0, 1, 2]), "cu_seqlens_kv must have .* 2, got 3"),
         (lambda: documents([0, 2], [0, 2.5]), "cu_seqlens_kv must be integers, got 2.5"),
-        (lambda: documents([0, 2]).bind(2, 4), r"cu_seqlens_kv must .* got documents\(\[0, 2\]"),
-        (lambda: documents([0, 4], [0, 2]).bind(2, 4), "must be those of 2 queries and 4 keys"),
-        (lambda: (documents([0, 2], [0, 4]) & sliding_window(1)).bind(3, 4), "must not mix"),
+        (lambda: documents([0, 2]).bind(2, 4), "and pass both if lengths differ"),
+        (lambda: documents([0, 4], [0, 2]).bind(2, 4), "2 queries and 4 keys .*, got 4 and 2"),
+        (lambda: documents([0, 3, 6]).bind(5), "must end at the 5 queries .* got 6 and 6: make"),
+        (lambda: documents([0, 3, 4]).bind(5), "padding a document of its own"),
+        (lambda: documents([0]).bind(5), "must end at the 5 queries .*, got 0 and 0"),
+        (lambda: documents([0, 2], [0, 4]).bind(3, 4), "must end at the 3 .* got 2 and 4"),
+        (lambda: (documents([0, 3]) & documents([0, 4])).bind(4), "must end at the 4 queries"),
+        (
+            lambda: (documents([0, 2, 3], [0, 4, 4]) & sliding_window(1)).bind(3, 4),
+            "must not mix",
+        ),
         (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
     ],
 )

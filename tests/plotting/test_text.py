@@ -11,7 +11,6 @@ from timeline_reports import make_report
 
 from benchmarks.plots import case_study
 from benchmarks.plots.memory import plot_memory
-from benchmarks.plots.wheel import plot_wheel
 from cqs import make_plan
 from cqs.patterns import bigbird, longformer, sliding_window, strided
 from cqs.plotting import (
@@ -78,13 +77,6 @@ def test_small_panels(check_text, length):
     for panel, num_tasks in zip(panels.flat, NUM_TASKS, strict=False):
         plot_owners(make_plan(length, num_tasks=num_tasks), panel)
     check_text(plot_density(longformer(512, 64), length, axes=panels.flat[-1]))
-
-
-@pytest.mark.parametrize("num_tasks", [1, 2, 8, 64, *NUM_TASKS])
-def test_wheels(check_text, num_tasks):
-    plan = make_plan(10, num_tasks=num_tasks)
-    for index in {0, num_tasks // 3}:
-        check_text(plot_wheel(plan, index=index))
 
 
 @pytest.mark.sample(4)

@@ -2,10 +2,11 @@
 
 import pickle
 import time
+from dataclasses import replace
 
 import pytest
 
-from cqs.patterns import causal, documents, sliding_window
+from cqs.patterns import causal, documents, padded, sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Plan, Quorums, make_plan
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Machine
@@ -99,7 +100,7 @@ def test_ranks_of_a_host_share_the_rows_of_its_task():
 
 
 def test_rows_of_a_pattern_hold_its_live_keys_only():
-    pattern = documents([0, 10, 30], is_causal=False)
+    pattern = documents([0, 10, 40], is_causal=False) & padded([30])
     plan = make_plan(40, num_tasks=4, kind="rows", pattern=pattern)
     assert table(plan) == [
         [(0, 9, 0, 9)],
@@ -156,6 +157,10 @@ def test_a_row_with_two_tasks_is_noticed():
     tasks = make_plan(20, num_tasks=4, kind=Grid2D(2, 2)).tasks
     with pytest.raises(ValueError, match=r"queries 0..5 have keys in two steps"):
         validate_single_tasks(tasks)
+    step = tasks[0].steps[0]
+    last = step._replace(queries=step.queries[-1:])
+    with pytest.raises(ValueError, match=r"queries 4..5 have keys in two steps"):
+        validate_single_tasks([replace(tasks[0], steps=(step, last))])
 
 
 @pytest.mark.slow

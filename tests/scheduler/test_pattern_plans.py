@@ -47,8 +47,8 @@ def random_pattern(draw, seqlen_q, seqlen_kv):
     def packed():
         """Cumulative lengths, of both sides if they differ."""
         if seqlen_q == seqlen_kv:
-            return [[0, *sorted(below(seqlen + 4) for _ in range(4))]]
-        return [[0, *sorted(below(n + 1) for _ in range(4))] for n in (seqlen_q, seqlen_kv)]
+            return [[0, *sorted(below(seqlen + 1) for _ in range(3)), seqlen]]
+        return [[0, *sorted(below(n + 1) for _ in range(3)), n] for n in (seqlen_q, seqlen_kv)]
 
     side = 1 + below(12)
     return draw.choice(

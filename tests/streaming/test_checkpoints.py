@@ -106,6 +106,32 @@ def test_a_journal_that_is_a_pipe_is_refused(maps):
         cqs.streaming.attention(*maps, out=out, **RESUMED)
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", checkpoints.FILES)
+def test_links_in_the_directory_are_not_followed(maps, save_every_block, name, link):
+    out = stop(maps)
+    os.rename(f"run/{name}", "precious")
+    link(os.path.abspath("precious"), f"run/{name}")
+    before = Path("precious").read_bytes()
+    with pytest.raises(ValueError, match="^resume must be|run/lse' is missing or damaged"):
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
+    assert Path("precious").read_bytes() == before
+
+
+@pytest.mark.parametrize("owned", ["run", "run/cqs-resume", "run/lse"])
+def test_files_of_another_user_are_refused(maps, monkeypatch, owned):
+    out, stat, owned = stop(maps), os.stat, os.stat(owned)
+
+    def of_another(found):
+        other = os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+        return other if os.path.samestat(found, owned) else found
+
+    monkeypatch.setattr(os, "stat", lambda *args, **kwargs: of_another(stat(*args, **kwargs)))
+    monkeypatch.setattr(os, "fstat", lambda file: of_another(stat(file)))
+    with pytest.raises(ValueError, match="^resume must be|run/lse' is missing or damaged"):
+        cqs.streaming.attention(*maps, out=out, **RESUMED)
+
+
 TORN = [(share, content) for share in (0.02, 0.5, 0.9, 1) for content in (b"", b"\0" * 5000)]
 
 

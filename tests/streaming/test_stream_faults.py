@@ -76,13 +76,6 @@ def test_another_default_device_changes_nothing(tensors, needs_grad):
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_autocast_changes_nothing(tensors):
-    expected = cqs.attention(*tensors, backend="reference")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = cqs.streaming.attention(*tensors, backend="reference", **WITHIN)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
-
-
 def test_a_function_may_be_a_model(tensors):
     query, key, value = tensors
     layer = torch.nn.Linear(16, 16)

@@ -401,6 +401,8 @@ def test_wrong_arguments_are_named(arrays, tmp_path):
         ((q, k, v), ok | {"executor": "ray"}, TypeError, "executor"),
         ((q, k, v), ok | {"backend": "cudnn"}, NotImplementedError, "CUDA"),
         ((q, k, [1]), ok, TypeError, "value must be a tensor, a NumPy array"),
+        ((q, k.astype(">f4"), v), ok, ValueError, "key must be an array that PyTorch can share"),
+        ((q, k, v[:, :, ::-1]), ok, ValueError, "value must be an array that PyTorch can share"),
         ((q, k, v[0]), ok, ValueError, "value must be .batch, num_heads, seqlen, head_dim"),
         ((q, k[:, :, :, :8], v), ok, ValueError, "key must have the head_dim of query, 16, got 8"),
         (
@@ -520,3 +522,11 @@ def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch):
     monkeypatch.setattr(os, "pwrite", write)
     with pytest.raises(OSError, match="No space left"):
         cqs.streaming.attention(*mapped, memory_budget=150_000, device="cpu", out=out)
+
+
+def test_a_budget_below_that_of_the_backward_pass_is_refused_before_the_forward_pass():
+    given = [torch.randn(1, 8, 2000, 64) for _ in range(3)]
+    cqs.streaming.attention(*given, memory_budget=300_000, device="cpu")
+    given[0].requires_grad_()
+    with pytest.raises(ValueError, match="memory_budget must be .* backward pass, got 300000"):
+        cqs.streaming.attention(*given, memory_budget=300_000, device="cpu")

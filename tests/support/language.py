@@ -24,6 +24,7 @@ PATHS = (
     "examples",
     "notebooks",
     "README.md",
+    "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 )

@@ -6,7 +6,15 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from cqs.patterns import block_diagonal, dilated, fixed, from_mask, sliding_window, strided
+from cqs.patterns import (
+    block_diagonal,
+    dilated,
+    documents,
+    fixed,
+    from_mask,
+    sliding_window,
+    strided,
+)
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
 from cqs.scheduler import make_plan
@@ -102,6 +110,18 @@ def test_a_sequence_of_thousands_of_tokens_is_a_few_masked_calls(tokens, pattern
         mask[np.ix_(call.view.queries, call.view.keys)] = call.view.to_mask()
     assert np.array_equal(mask, pattern.to_mask(tokens))
     assert len(found) == -(-tokens // (2**20 // tokens))
+
+
+def test_equal_blocks_at_unequal_distances_are_computed_once():
+    pattern = documents([0, 250, 500, 850, 1100, 1500], is_causal=False)
+    (found,) = calls.make_calls(make_whole_work(1500, pattern), joins_calls=True)
+    assert max(call.number for call, _ in found) == 2
+    counts = np.zeros((1500, 1500), int)
+    for call, _ in found:
+        for i in range(call.number):
+            part = call.view.moved(i * call.stride, i * call.stride)
+            counts[np.ix_(part.queries, part.keys)] += part.to_mask()
+    assert np.array_equal(counts, pattern.to_mask(1500))
 
 
 def test_keys_with_gaps_are_few_calls():

@@ -25,6 +25,7 @@ from cqs.partial import AttentionOutput, Partial
 from cqs.patterns import Pattern
 from cqs.problem import check_problem
 from cqs.problem.scores import Scores, take_apart
+from cqs.problem.tensors import autocast
 from cqs.scheduler.kinds import Kind
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 
@@ -59,11 +60,11 @@ def _attention_in_graph(
 ) -> Any:
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
-    shards, mesh = to_local(query, key, value)
+    shards, mesh = to_local(*autocast(query, key, value))
     joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
     shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-    of_scores, softcap, bias_requires_grad, score_mod = take_apart(scores)
-    if score_mod is not None:
+    of_scores, softcap, bias_requires_grad, is_eager = take_apart(scores)
+    if is_eager:
         return NotImplemented
     sinks = of_scores[0]
     output, lse, _ = _operator(
@@ -393,7 +394,7 @@ class PreparedAttention:
         """
         values, group = self._values, joined_group(self._group)
         with errors_shared(group):
-            shards, mesh = to_local(query, key, value)
+            shards, mesh = to_local(*autocast(query, key, value))
             scale, dropout_p = values["scale"], values["dropout_p"]
             position = values["joint tokens"].position
             joint = JointTokens(joint_query, joint_key, joint_value, position, group)

@@ -16,6 +16,7 @@ from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import Scores
+from cqs.problem.tensors import autocast
 from cqs.scheduler.head_groups import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
 from cqs.scheduler.machines import Links
@@ -109,7 +110,7 @@ def check_call(
     """
     joined = joined_group(group_of(group, query))
     with errors_shared(joined):
-        shards, mesh = to_local(query, key, value)
+        shards, mesh = to_local(*autocast(query, key, value))
         joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
         shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
         problem = check_problem(

@@ -10,6 +10,7 @@ from torch import Tensor
 from cqs.arguments import as_bool
 from cqs.executors.distributed.dtensors import to_local_copy
 from cqs.problem.scores import Scores
+from cqs.problem.tensors import autocast
 
 POSITIONS = "front", "rear"
 """Places of the joint tokens: before the tokens of rank 0, or after those of the last rank."""
@@ -63,7 +64,7 @@ class JointTokens:
             )
         self._tensors = tuple(
             to_local_copy(f"joint_{name}", tensor)
-            for name, tensor in zip(_NAMES, (query, key, value), strict=True)
+            for name, tensor in zip(_NAMES, autocast(query, key, value), strict=True)
         )
         numbers = [_num_rows(name, each) for name, each in zip(_NAMES, self._tensors, strict=True)]
         if numbers[1] != numbers[2]:

@@ -120,7 +120,7 @@ def define_operator(attend: Callable[..., Any]) -> Any:
         output, lse = found if chosen.return_lse else (found, None)
         if lse is None:
             lse = output.new_zeros(output.shape[:3], dtype=lse_dtype(output.dtype))
-        state = torch.zeros(1, dtype=torch.float64)
+        state = torch.zeros(1, dtype=torch.float64, device="cpu")
         if chosen.keeps:
             leaves = [each for each in tensors if each.requires_grad]
             state = torch.from_numpy(new_handle((leaves, output)))

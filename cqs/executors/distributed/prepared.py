@@ -95,8 +95,7 @@ class PreparedCalls:
         with calls.call():
             shards = Agreement(group, request, own, num_exchanges=count_sends(group)).wait()
             placement = self._place(group, problem, shards)
-            for _, part in placement.bind(problem, shards.seed).parts():
-                self._lay_out(placement, part)
+            self._lay_out_parts(placement, placement.bind(problem, shards.seed))
             _remember(self._predicted, own[:2], shards)
         calls.check()
 
@@ -157,6 +156,8 @@ class PreparedCalls:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
         problem = placement.bind(problem, shards.seed)
+        if problem.differs_by_head and placement.limit is not None:
+            self._lay_out_parts(placement, problem)
         if problem.terms is not None and (bias := problem.terms.bias) is not None:
             if not has_own_rows(group, bias, problem.query.shape[2]):
                 problem = replace(problem, terms=replace(problem.terms, held=None))
@@ -168,11 +169,14 @@ class PreparedCalls:
             # Raises on all ranks or on none.
             worker = replace(task.worker, terms=part.terms)
             chosen = worker.choose_backend(part.query, part.key, part.value)
+            shapes = [tensor.shape for tensor in (part.query, part.key, part.value)]
+            if not part.query.shape[0]:  # no rank sends a row in either pass
+                empty = part.empty_answer()
+                return Attended(empty, (), lambda _, g, __: Gradients(*map(g.new_empty, shapes)))
             observed = task.layout.plan, part.num_bytes, lambda: chosen.name
             if part.terms is not None:
                 layouts = placement.layouts(part, values) if part.terms.held else []
                 terms = RankTerms(group, part.terms, task.layout, layouts)
-            shapes = [tensor.shape for tensor in (part.query, part.key, part.value)]
             with observe("forward", *observed):
                 of_task, bias = None, tuple[Tensor, ...]()
                 if terms is not None and part.terms is not None:
@@ -207,9 +211,20 @@ class PreparedCalls:
             _remember(self._placements, key, placement)
         return self._placements[key]
 
+    def _lay_out_parts(self, placement: "_Placement", problem: Problem) -> None:
+        """Lay out all parts of the problem; an error gives a limit that is enough for all."""
+        errors = list[ValueError]()
+        for _, part in problem.parts():
+            try:
+                self._lay_out(placement, part)
+            except ValueError as error:
+                errors.append(error)
+        if errors:  # their texts differ in the limit alone, so the longest has the largest
+            raise max(errors, key=lambda error: (len(str(error)), str(error)))
+
     def _lay_out(self, placement: "_Placement", part: Problem) -> RankTask:
         """Return the task of this rank for a part of the problem with a single pattern."""
-        key = part.pattern, part.query.shape[1], part.key.shape[1]
+        key = part.pattern, *part.query.shape[:2], part.key.shape[1]
         if key not in placement.tasks:
             placement.tasks[key] = placement.make_task(part, self.values)
         task = placement.tasks[key]
@@ -238,7 +253,7 @@ class _Placement:
     pattern: Pattern | None
     """Pattern of the whole sequence; ``None`` if it is dense."""
     tasks: dict[Any, RankTask] = field(default_factory=dict)
-    """The tasks of this rank, by pattern and numbers of heads."""
+    """The tasks of this rank, by pattern, batch and numbers of heads."""
 
     @classmethod
     def of(

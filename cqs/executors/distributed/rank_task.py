@@ -25,7 +25,6 @@ from cqs.partial import Gradients, Partial, lse_dtype, merge_rows, sum_rows
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
-from cqs.ranges import moved
 from cqs.scheduler import Step
 from cqs.worker import HeldTokens, Worker
 
@@ -59,7 +58,7 @@ class RankTask:
 
         Args:
             problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
-            terms: Score terms of the heads and tokens of this rank's task.
+            terms: Score terms of the heads and tokens of this rank's task, of all head chunks.
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
@@ -175,9 +174,9 @@ class RankTask:
             worker = replace(worker, dropout=worker.dropout.moved(0, heads.start))
         if terms is None:
             return worker
-        of_chunk = moved(heads, -terms.first_head)
-        of_heads = terms.part(slice(None), slice(of_chunk.start, of_chunk.stop))
-        return replace(worker, terms=of_heads)
+        first = self.layout.chunks[0].query_heads[self.layout.rank].start
+        of_chunk = terms.part(slice(None), slice(heads.start - first, heads.stop - first))
+        return replace(worker, terms=of_chunk)
 
 
 @dataclass

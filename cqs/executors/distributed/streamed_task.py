@@ -104,7 +104,7 @@ class _Merges:
         outputs, lses = (by_heads(part, route, self._heads) for part in received)
         for heads, merge in self._merges.items():
             for (output, rows), (lse, _) in zip(outputs[heads], lses[heads], strict=True):
-                merge.add(Partial(output, lse), rows)
+                merge.add_own(Partial(output, lse), rows)
 
     def finish(self) -> None:
         """Write output and LSE into the answer, and free the sums."""
@@ -191,7 +191,7 @@ class _Stream:
         merge = RunningMerge(Partial(output, lse))
         for part, held in self._receive(batch.parts, sides):
             if part.steps:
-                merge.add(self._compute(part, resident, held, batch.route))
+                merge.add_own(self._compute(part, resident, held, batch.route))
             held.clear()
         resident.clear()
         return merge.finish()

@@ -333,7 +333,9 @@ class TaskActor(ShardActor):
     def _pack(self, tensors: Sequence[Tensor]) -> tuple[Blob, ...]:
         """Return blobs of tensors; those of a GPU are copied to pinned memory first."""
         if self._is_on_gpu:
-            pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            pinned = [
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors
+            ]
             tensors = [
                 place.copy_(tensor, non_blocking=True)
                 for place, tensor in zip(pinned, tensors, strict=True)

@@ -26,8 +26,10 @@ from cqs.executors.ray.tasks.report import as_html
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
 from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
-from cqs.problem.scores import Scores, captured_leaves
+from cqs.problem.scores import Scores, find_reads
+from cqs.problem.tensors import autocast
 from cqs.scheduler import Kind
+from cqs.uncompiled import uncompiled
 from cqs.worker.backends import check_backend_name
 
 
@@ -99,6 +101,9 @@ class Cluster:
             use_gpus = as_bool("use_gpus", use_gpus, "a bool or None")
         if address is not None and not isinstance(address, str):
             raise TypeError(f"address must be a string, got {address!r}")
+        resolved = None
+        if address is not None and not session.is_connected():
+            resolved = session.find_address(address)  # here signals interrupt it
         with ExitStack() as stack:
             with session.interrupts_deferred(), session.LOCK, ExitStack() as connection:
                 if address is None and not session.is_connected():
@@ -110,7 +115,7 @@ class Cluster:
                         num_cpus, num_gpus, object_store_memory, connection
                     )
                 else:
-                    ray = session.connect(address, connection)
+                    ray = session.connect(address, resolved, connection)
                 self._pool = ActorPool(ray, retry_policy)
                 self._dispatcher = Dispatcher(self._pool, connection.pop_all())
                 stack.callback(self._dispatcher.close)
@@ -155,6 +160,7 @@ class Cluster:
         """Process ids of the workers that have started; ranks of a sharded sequence in order."""
         return tuple(info.pid for info in self._pool.infos)
 
+    @uncompiled
     @with_advice
     def attention(
         self,
@@ -267,7 +273,12 @@ class Cluster:
                 "return_lse": return_lse,
                 "verify": verify,
             }
-            of_rank = partial(attend_shards, distributed_options)
+            autocasts = {
+                device: torch.get_autocast_dtype(device)
+                for device in ("cpu", "cuda")
+                if torch.is_autocast_enabled(device)
+            }
+            of_rank = partial(attend_shards, distributed_options, autocasts)
             producer = ShardProducer("attention", of_rank, is_collective=True, is_early=not verify)
             return Sharded.make(self._group, producer, [query], parts)
         if head_parallel != "auto":
@@ -281,7 +292,7 @@ class Cluster:
             )
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
-        problem = check_problem(query, key, value, **options)
+        problem = check_problem(*autocast(query, key, value), **options)
         hooks = {"backend": backend, "verify": verify, "progress": progress}
         compute = self._bind(self.make_executor(), problem, num_tasks, plan, **hooks)
         return compute().to_result(return_lse)
@@ -344,6 +355,7 @@ class Cluster:
             raise TypeError(f"function must be callable, got {function!r}")
         return Sharded.make(self._group, ShardProducer("make_sharded", function))
 
+    @uncompiled
     @with_advice
     def submit(
         self,
@@ -386,7 +398,7 @@ class Cluster:
             seed=seed,
             scores=scores,
         )
-        problem = check_problem(query, key, value, **options)
+        problem = check_problem(*autocast(query, key, value), **options)
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
         if scores is not None:
@@ -463,9 +475,10 @@ def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
 
 
 def _check_scores_need_no_gradient(scores: Scores) -> None:
-    for tensor in captured_leaves(scores.score_mod):
+    reads = find_reads(scores.score_mod, torch.empty(0, dtype=torch.float32, device="cpu"))
+    for tensor in () if reads is None else reads.leaves:
         _check_needs_no_gradient("a tensor of scores.score_mod", tensor)
-    for name in ("sinks", "bias"):
+    for name in ("sinks", "bias", "alibi_slopes"):
         if (tensor := getattr(scores, name)) is not None:
             _check_needs_no_gradient(f"scores.{name}", tensor)
 

@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from typing import Any
 
 _CONNECT_SECONDS = 10.0
-"""Seconds to wait for a TCP connection to the address of a cluster."""
+"""Seconds to wait for a TCP connection to the address of a cluster, and then for its answer."""
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a gRPC client sends first, with empty settings; the server answers with its settings."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """Example of Ray's name of a session directory, without the process id; it gives the length."""
 _PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
@@ -113,21 +115,64 @@ def interrupts_deferred() -> Iterator[None]:
             handlers[number](number, frame)
 
 
-def connect(address: str | None, stack: contextlib.ExitStack) -> Any:
+def find_address(address: str) -> str:
+    """Return the address of a cluster as Ray connects to it, if a gRPC server answers there.
+
+    Ray itself would wait for a minute or forever, without reacting to signals.
+
+    Args:
+        address: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``.
+
+    Raises:
+        ValueError: The address is malformed, or no cluster answers there.
+        NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
+    """
+    services = import_ray()._private.services
+    given = address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
+    try:
+        if address == "auto":
+            address = services.canonicalize_bootstrap_address(address)
+        match = re.fullmatch(r"(ray://)?(\[.+\]|[^:/]+):(\d+)", address)
+        if not match or not 0 < int(match[3]) < 2**16:  # the resolver reduces ports modulo 2^16
+            raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {given!r}")
+        if not match[1]:
+            address = services.canonicalize_bootstrap_address(address)
+        elif find_spec("grpc") is None:
+            raise NotImplementedError(
+                f"address {given!r} requires grpcio: pip install 'ray[client]'"
+            )
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        place = host.strip("[]"), int(port)
+        with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                connection.sendall(_HTTP2_PREFACE)
+                if connection.recv(9)[3:4] != b"\4":
+                    raise OSError("the server there does not speak gRPC")
+    except OSError as error:
+        raise ValueError(
+            f"address must be that of a running Ray cluster, got {given!r}"
+            f"{f' for {address}' * (given != address)}: {error}"
+        ) from error
+    return address
+
+
+def connect(address: str | None, resolved: str | None, stack: contextlib.ExitStack) -> Any:
     """Connect to a running cluster, or use the connection that this process has.
 
     Args:
-        address: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``; ``None`` uses the existing
-            connection.
+        address: Address that the user gave; ``None`` uses the existing connection.
+        resolved: Result of :func:`find_address` for it; ``None`` without an address.
         stack: Disconnects when it is closed, unless the connection existed before.
 
     Returns:
         The ray module.
 
     Raises:
-        ValueError: The address is malformed, no cluster answers there, a connection exists already,
-            or it belongs to the private Ray of another Cluster.
-        NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
+        ValueError: No cluster answers at the address, a connection exists already, or it belongs to
+            the private Ray of another Cluster.
+        NotImplementedError: Ray is not installed.
     """
     ray = import_ray()
     if ray.is_initialized() and _has_private_ray:
@@ -138,18 +183,8 @@ def connect(address: str | None, stack: contextlib.ExitStack) -> Any:
                 f"address must be left out because Ray is connected already, got {address!r}"
             )
         return ray
-    address = address or ""
-    found = re.fullmatch(r"(?:ray://)?(\[.+\]|[^:/]+):(\d+)", address)
-    is_port = found and 0 < int(found[2]) < 2**16  # the resolver reduces ports modulo 2^16
-    if not is_port and address != "auto":
-        raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {address!r}")
-    if address.startswith("ray://") and find_spec("grpc") is None:
-        raise NotImplementedError(f"address {address!r} requires grpcio: pip install 'ray[client]'")
     try:
-        if found:  # fails within seconds; Ray retries for minutes
-            host, port = found[1].strip("[]"), int(found[2])
-            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=resolved or address, logging_level="ERROR", log_to_driver=False)
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"address must be that of a running Ray cluster, got {address!r}: {error}"

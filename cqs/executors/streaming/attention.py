@@ -21,6 +21,7 @@ from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem import Problem, check_problem
 from cqs.problem.scores import Scores, take_apart
+from cqs.problem.tensors import autocast
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import choose_backend
 
@@ -94,8 +95,8 @@ def attention(
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes or options do not fit together; the memory budget is too small
-            for a tile; a file is too short; or working files are damaged or belong to another
-            computation.
+            for a tile, of the backward pass too if gradients are required; a file is too short; or
+            working files are damaged or belong to another computation.
         OSError: A file cannot be read or written, or changes during the call; the disk is full; or
             another process uses the ``resume`` directory.
         NotImplementedError: No backend, or not the named one, supports the call.
@@ -110,7 +111,7 @@ def attention(
         >>> torch.allclose(output, dense, atol=1e-5)
         True
     """
-    sources: list[Any] = list(map(as_source, _NAMES, (query, key, value)))
+    sources: list[Any] = list(autocast(*map(as_source, _NAMES, (query, key, value))))
     problem = check_problem(
         *map(_stand_in, sources),
         is_causal=is_causal,
@@ -147,6 +148,8 @@ def attention(
     hooks: dict[str, Any] = {"backend": name, "verify": verify, "progress": progress}
     compute = partial(attend, executor, in_strips, executor.make_plan, **hooks)
     if needs_grad:
+        for _, part in in_strips.parts():
+            executor.plan_gradients(executor.make_plan(part))  # before the forward pass
         return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out

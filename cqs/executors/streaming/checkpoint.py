@@ -5,9 +5,11 @@ import fcntl
 import json
 import math
 import os
+import stat
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -51,24 +53,26 @@ class WorkingDirectory:
             BlockingIOError: Another process or thread uses the directory.
             OSError: The directory cannot be created.
         """
-        journal = self.path / _JOURNAL
-        try:
-            self.path.mkdir()
-        except FileExistsError:
-            # A run that was killed before it created the journal leaves an empty directory.
-            is_empty = self.path.is_dir() and not any(self.path.iterdir())
-            if not is_empty and not journal.is_file():
-                raise ValueError(
-                    "resume must be a new path, an empty directory or that of an earlier run, got "
-                    f"'{self.path}', which has other files"
-                ) from None
         self._process = os.getpid()
+        with suppress(FileExistsError):
+            self.path.mkdir(0o700)
         try:
-            self._journal = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            self._close = weakref.finalize(self, os.close, self._journal)
+            self._folder, self._close_folder = self._open(self.path, os.O_DIRECTORY)
+            is_ours = os.fstat(self._folder).st_uid == os.geteuid()
+            # A run that was killed before it created the journal leaves an empty directory.
+            if not is_ours or (os.listdir(self._folder) and self.identify(_JOURNAL) is None):
+                raise NotADirectoryError
+            self._journal, self._close = self._open(
+                _JOURNAL, os.O_RDWR | os.O_CREAT, dir_fd=self._folder
+            )
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self.is_in_place:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
+        except NotADirectoryError:
+            raise ValueError(
+                "resume must be a new path, or an empty directory or that of an earlier run and of "
+                f"this user, got '{self.path}', which has other files or another owner"
+            ) from None
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
@@ -88,13 +92,45 @@ class WorkingDirectory:
                     self.forget()
                 if not os.fstat(self._journal).st_size:
                     for name in reversed(FILES):
-                        (self.path / name).unlink(missing_ok=True)
-                    if not any(self.path.iterdir()):
+                        self._remove(name)
+                    if not os.listdir(self._folder):
                         self.path.rmdir()
         finally:
             # Closing alone does not unlock: processes forked meanwhile share the open file.
             fcntl.flock(self._journal, fcntl.LOCK_UN)
             self._close()
+            self._close_folder()
+
+    def _open(
+        self, path: str | Path, flags: int, dir_fd: int | None = None
+    ) -> tuple[int, Callable[[], object]]:
+        """Open a path that must not be a link; return the descriptor and a function to close it."""
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
+        return descriptor, weakref.finalize(self, os.close, descriptor)
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+
+    def identify(self, name: str) -> tuple[int, int] | None:
+        """Return device and inode of a file of the directory.
+
+        ``None`` means that it is missing, a link or a directory, or not of this user alone: another
+        user who may write to the directory can place links to the files of this user.
+        """
+        with suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
+                return found.st_dev, found.st_ino
+        return None
+
+    def create(self, name: str, size: int) -> None:
+        """Replace a file of the directory by one of zeros, and let its name reach the disk."""
+        self._remove(name)
+        descriptor, close = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._folder)
+        os.truncate(descriptor, size)
+        close()
+        os.fsync(self._folder)
 
     @property
     def is_owned(self) -> bool:
@@ -105,9 +141,11 @@ class WorkingDirectory:
     def is_in_place(self) -> bool:
         """Whether the path still names the directory that this process has locked."""
         try:
-            return os.path.samestat(os.fstat(self._journal), os.stat(self.path / _JOURNAL))
+            is_same = os.path.samestat(os.fstat(self._folder), os.lstat(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
+        journal = os.fstat(self._journal)
+        return is_same and self.identify(_JOURNAL) == (journal.st_dev, journal.st_ino)
 
     def forget(self) -> None:
         """Remove all entries of the journal, so that the next run starts from the beginning."""
@@ -214,7 +252,8 @@ class Checkpoint:
         else:
             first = {"request": self._request, "plans": list(map(_sizes, plans))}
             self._entries = [{**first, "file": output.identity}]
-            self._create_lse()
+            itemsize = lse_dtype(output.dtype).itemsize
+            directory.create(_LSE, math.prod(output.shape[:3]) * itemsize)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -277,20 +316,10 @@ class Checkpoint:
         """The LSE, ``[batch, num_heads, seqlen_q]``, in a working file."""
         dtype = lse_dtype(self._output.dtype)
         shape = self._output.shape[:3]
-        return InFile(self._directory.path / _LSE, shape, dtype, 0, is_writable=True)
-
-    def _create_lse(self) -> None:
-        """Create the file of the LSE, without final results."""
-        path = self._directory.path / _LSE
-        path.unlink(missing_ok=True)
-        with open(path, "xb") as file:
-            itemsize = lse_dtype(self._output.dtype).itemsize
-            file.truncate(math.prod(self._output.shape[:3]) * itemsize)
-        directory = os.open(self._directory.path, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the files must reach the disk before the first entry
-        finally:
-            os.close(directory)
+        opened = InFile(self._directory.path / _LSE, shape, dtype, 0, is_writable=True)
+        if opened.identity != self._directory.identify(_LSE):
+            raise self._directory.damaged(opened.path)
+        return opened
 
     def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
         """Continue from the journal of an interrupted run; see the constructor for errors."""

@@ -116,7 +116,7 @@ def _attend(
         empty = query.new_empty(output_shape, dtype=sums), query.new_empty(shape, dtype=sums)
         merge = RunningMerge(Partial(*empty))
         for worker, chunk in chunks:
-            merge.add(worker.run_together(*chunk, dtype=sums))
+            merge.add_own(worker.run_together(*chunk, dtype=sums))
         answer = merge.finish()
     for worker, chunk in chunks:  # one or none: nothing to merge, no buffer for sums
         answer = worker.run_together(*chunk, dtype=query.dtype)

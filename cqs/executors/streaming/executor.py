@@ -93,6 +93,16 @@ class StreamingExecutor:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
         return self.backend
 
+    def plan_gradients(self, plan: StreamPlan) -> tuple[StreamPlan, StreamPlan]:
+        """Return the plans of the two passes for gradients, given the plan of any pass.
+
+        Raises:
+            ValueError: The memory budget is too small for a tile.
+        """
+        passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
+        of_queries, of_keys = (replace(plan, which=each).fit() for each in passes)
+        return of_queries, of_keys
+
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
         problem, plan, backend = part.problem, cast(StreamPlan, part.plan), part.backend
@@ -104,8 +114,7 @@ class StreamingExecutor:
             other = replace(problem, terms=replace(terms, sums=()))
             without_sums = self.device, other, backend
         while True:
-            plan = replace(plan, which=Pass.QUERY_GRADIENTS).fit()
-            of_keys = replace(plan, which=Pass.KEY_GRADIENTS).fit()
+            plan, of_keys = self.plan_gradients(plan)
             for total in () if terms is None else terms.sums:
                 total.zero_()
             try:

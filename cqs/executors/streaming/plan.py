@@ -317,9 +317,10 @@ class StreamPlan:
         ]
         fitting = [plan._with_most_rows() for plan in plans if plan.peak_bytes <= self.budget]
         if not fitting:
+            phase = "forward" if self.which == Pass.FORWARD else "backward"
             raise ValueError(
                 f"memory_budget must be at least {min(plan.peak_bytes for plan in plans)} bytes, "
-                f"for a tile of {_TILE} queries and keys, got {self.budget}"
+                f"for a tile of {_TILE} queries and keys in the {phase} pass, got {self.budget}"
             )
         link = self.rates.link
         return min(

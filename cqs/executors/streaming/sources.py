@@ -231,7 +231,7 @@ def as_source(name: str, tensor: Any) -> Tensor | Source:
 
     Raises:
         TypeError: ``tensor`` has another type.
-        ValueError: ``tensor`` is on a GPU.
+        ValueError: ``tensor`` is on a GPU, or an array of negative strides or another byte order.
     """
     if isinstance(tensor, Source):
         return tensor
@@ -240,7 +240,13 @@ def as_source(name: str, tensor: Any) -> Tensor | Source:
     if isinstance(tensor, np.ndarray):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays, which as_target rejects
-            tensor = torch.from_numpy(tensor)
+            try:
+                tensor = torch.from_numpy(tensor)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"{name} must be an array that PyTorch can share, got {tensor.dtype} with "
+                    f"strides {tensor.strides}: {error}"
+                ) from None
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{name} must be a tensor, a NumPy array or a source of cqs.streaming, "
@@ -328,8 +334,10 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
     except Exception as error:  # NumPy raises errors of many types for malformed headers
         raise ValueError(f"cannot read {name} from '{path}': {error}") from error
     if (found := _file_of(mapped)) is None:
+        order = " in Fortran order" * (not mapped.flags.c_contiguous)
         raise ValueError(
-            f"'{source}' must have four dimensions in C order, got {mapped.shape} {mapped.dtype}"
+            f"'{source}' must have four dimensions in C order and a native dtype of PyTorch, got "
+            f"{mapped.shape} {mapped.dtype}{order}: save a contiguous array of such a dtype"
         )
     return found
 

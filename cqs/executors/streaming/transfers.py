@@ -145,7 +145,7 @@ class _CopyStream:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         self._buffers = [
-            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             for _ in range(_NUM_STAGING_BUFFERS)
         ]
         self._used: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS

@@ -56,7 +56,7 @@ def copy_rows(
 @cached_on_device
 def _table(device: torch.device, schedule: tuple[Any, ...]) -> Tensor:
     """Return the schedule as int32 ``[copies, fields]`` on the device."""
-    return torch.tensor(schedule, dtype=torch.int32).to(device)
+    return torch.tensor(schedule, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_heads"])

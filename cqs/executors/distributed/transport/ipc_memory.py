@@ -40,7 +40,7 @@ class IpcMemory:
         self._device, self.rank, self._initial_flags = device, rank, list(initial_flags)
         self.addresses = [0] * num_ranks
         """Device address of every rank's buffer, valid in this process; 0 if there is none."""
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         """This rank's buffer, ``uint8[num_bytes]`` on the GPU; empty if there is none."""
         self.is_captured = False
         """Whether a CUDA graph uses the current buffer, and so may be replayed at any time."""
@@ -74,7 +74,7 @@ class IpcMemory:
             address, handle = _allocate(num_bytes)
             if address:
                 self.buffer = as_bytes(address, num_bytes, self._device)
-                flags = torch.tensor(self._initial_flags, dtype=torch.int32)
+                flags = torch.tensor(self._initial_flags, dtype=torch.int32, device="cpu")
                 self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
             handles = swap(control, handle)

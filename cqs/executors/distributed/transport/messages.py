@@ -67,9 +67,11 @@ class MessageTransport(Transport):
             if not layout.route.stays:
                 sides.append((incoming, packet.received, layout.expected))
             for found, tensor, lengths in sides:
-                for rank, rows in enumerate(tensor.split_with_sizes(lengths)):
-                    if lengths[rank] and rank != layout.route.rank:
-                        found.setdefault(rank, []).append(rows)
+                own, parts = layout.route.rank, tensor.split_with_sizes(lengths)
+                # A rank sends to the next one first: at the same time no two send to one rank.
+                for rank in (*range(own + 1, len(parts)), *range(own)):
+                    if lengths[rank]:
+                        found.setdefault(rank, []).append(parts[rank])
         # Receives first: gloo tells a sender on their one connection that it may send, which would
         # wait behind rows that are sent the other way.
         messages = [

@@ -123,9 +123,7 @@ class ShardActor:
                     "join"
                 )
             time.sleep(_POLL_SECONDS)
-        if interface := _interface_of(import_ray().util.get_node_ip_address()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        _choose_interface(is_private=isinstance(address, str))
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else PyTorch ends the process
         # PyTorch names groups by a counter that includes failed groups; ranks must agree on it.
         dist.distributed_c10d._world.group_count = 0
@@ -239,6 +237,16 @@ class ShardActor:
             if dist.is_initialized():
                 release(dist.group.WORLD, _RELEASE_SECONDS)
                 dist.distributed_c10d._abort_process_group()
+
+
+def _choose_interface(is_private: bool) -> None:
+    """Let gloo and NCCL listen where Ray does, unless the environment of another Ray says where."""
+    if is_private:
+        os.environ.pop("NCCL_COMM_ID", None)  # an address, which takes precedence
+    if interface := _interface_of(import_ray().util.get_node_ip_address()):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if is_private or name not in os.environ:
+                os.environ[name] = interface
 
 
 def _interface_of(host: str) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -103,8 +104,22 @@ def map_shard(function: Callable[..., Any], rank: int, num_ranks: int, *tensors:
     return function(*tensors)
 
 
-def attend_shards(options: dict[str, Any], rank: int, num_ranks: int, *tensors: Tensor) -> Any:
-    """Compute attention with all other ranks by :func:`cqs.distributed.attention`."""
+def attend_shards(
+    options: dict[str, Any],
+    autocasts: dict[str, torch.dtype],
+    rank: int,
+    num_ranks: int,
+    *tensors: Tensor,
+) -> Any:
+    """Compute attention with all other ranks by :func:`cqs.distributed.attention`.
+
+    Args:
+        options: Arguments of the function.
+        autocasts: Dtypes of ``torch.autocast`` on the driver, by device.
+        rank: Rank of this worker.
+        num_ranks: Number of workers.
+        tensors: Query, key and value of this rank, and rows of a bias.
+    """
     query, key, value, *bias = tensors
     if (scores := options["scores"]) is not None:
         sinks, slopes = (
@@ -113,4 +128,6 @@ def attend_shards(options: dict[str, Any], rank: int, num_ranks: int, *tensors: 
         )
         scores = replace(scores, sinks=sinks, alibi_slopes=slopes, bias=bias[0] if bias else None)
         options = options | {"scores": scores}
-    return attention(query, key, value, group=dist.group.WORLD, **options)
+    device = query.device.type
+    with torch.autocast(device, autocasts.get(device), enabled=device in autocasts):
+        return attention(query, key, value, group=dist.group.WORLD, **options)

@@ -131,7 +131,7 @@ class Run:
         self._pool, self._job, self._progress = pool, job, progress
         self._worker = Worker.of(job.problem, backend)
         if (terms := self._worker.terms) is not None:  # each task gets its own bias
-            self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=()))
+            self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
         self.has_shared = False
         """Whether memory of GPUs was shared among processes."""
