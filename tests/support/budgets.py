@@ -1,0 +1,198 @@
+"""Hold every part of the project to a budget of lines, parameters and words.
+
+``python -m tests.support.budgets`` lists what exceeds its budget. A line of code is a physical line
+that holds a token of Python, without docstrings and comments. A change that makes a part smaller
+lowers its budget. A budget is never raised to let a change pass.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Budget(NamedTuple):
+    """The most that a part may have."""
+
+    lines: int
+    """Lines of code."""
+    largest_file: int
+    """Lines of code of its largest file."""
+    parameters: int
+    """Parameters of a public function."""
+
+
+BUDGETS = {
+    "cqs/*.py": Budget(527, 135, 18),
+    "cqs/patterns": Budget(1941, 220, 6),
+    "cqs/scheduler": Budget(2295, 217, 8),
+    "cqs/problem": Budget(921, 334, 12),
+    "cqs/partial": Budget(673, 300, 4),
+    "cqs/tiler": Budget(76, 66, 2),
+    "cqs/worker": Budget(1503, 285, 8),
+    "cqs/worker/triton": Budget(3676, 536, 6),
+    "cqs/executors": Budget(945, 161, 8),
+    "cqs/executors/distributed": Budget(3626, 299, 22),
+    "cqs/executors/streaming": Budget(1370, 259, 17),
+    "cqs/executors/ray": Budget(2813, 375, 17),
+    "cqs/integrations": Budget(1630, 277, 15),
+    "cqs/nn": Budget(355, 99, 3),
+    "cqs/plotting": Budget(355, 103, 5),
+    "cqs/report": Budget(843, 126, 7),
+    "cqs/commands": Budget(965, 154, 6),
+    "benchmarks": Budget(6817, 769, 0),
+    "tests": Budget(27_401, 762, 0),
+}
+"""A file belongs to the part with the longest path that contains it."""
+MOST_WORDS = {"docs": 57_251, "docs/notes": 18_744}
+"""Folder -> words of its pages, without those of a longer path in this table."""
+DICTATED = {
+    "cqs/integrations/flex.py": "FlexAttention",
+}
+"""Path -> the library that dictates the signatures of its functions, which are not counted."""
+
+
+class Excess(NamedTuple):
+    """A count above its budget."""
+
+    part: str
+    what: str
+    count: int
+    budget: int
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.what} must be at most {self.budget:,}, got {self.count:,}"
+
+
+def code_lines(text: str) -> int:
+    """Return the number of lines of code of a Python file."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                skipped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    silent.add(tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return len({token.start[0] for token in tokens if token.type not in silent} - skipped)
+
+
+def public_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the public functions and methods, without kernels and operators of PyTorch."""
+    bodies = [tree.body]
+    bodies += [
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    ]
+    for node in (node for body in bodies for node in body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            made_by = " ".join(map(ast.unparse, node.decorator_list))
+            if node.name[0] != "_" and "jit" not in made_by and "operator" not in made_by:
+                yield node
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, fields: dict[str, int]) -> int:
+    """Return the number of parameters; those of an unpacked TypedDict count as its fields.
+
+    Args:
+        function: The function.
+        fields: Name of a TypedDict -> its number of fields.
+    """
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    count = len([name for name in names if name not in ("self", "cls")])
+    if given.kwarg is not None and given.kwarg.annotation is not None:
+        options = ast.unparse(given.kwarg.annotation)
+        if options.startswith("Unpack["):
+            count += fields[options.removeprefix("Unpack[").removesuffix("]").strip("'\"")]
+    return count
+
+
+def typed_dicts(trees: list[ast.Module]) -> dict[str, int]:
+    """Return the number of fields of each TypedDict by name, inherited ones included."""
+    classes = {
+        node.name: node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def count(name: str) -> int:
+        node = classes.get(name)
+        if node is None:
+            return 0
+        own = sum(isinstance(line, ast.AnnAssign) for line in node.body)
+        return own + sum(count(ast.unparse(base)) for base in node.bases)
+
+    return {name: count(name) for name in classes}
+
+
+def part_of(path: str, parts: dict[str, object]) -> str | None:
+    """Return the part of the longest path that contains a file, or ``None``."""
+    found = [
+        part
+        for part in parts
+        if path.startswith(f"{part}/")
+        or ("*" in part and fnmatch(path, part) and path.count("/") == 1)
+    ]
+    return max(found, key=len, default=None)
+
+
+def measure(root: Path) -> dict[str, Budget]:
+    """Return what every part of ``BUDGETS`` has, in the files below a folder."""
+    paths = sorted(
+        path for top in ("cqs", "benchmarks", "tests") for path in (root / top).rglob("*.py")
+    )
+    texts = {str(path.relative_to(root)): path.read_text() for path in paths}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    fields = typed_dicts(list(trees.values()))
+    found = {part: Budget(0, 0, 0) for part in BUDGETS}
+    for path, text in texts.items():
+        part = part_of(path, dict(BUDGETS))
+        if part is None or path == "tests/mutants.py":
+            continue
+        lines, largest, parameters = found[part]
+        number = code_lines(text)
+        counts = [num_parameters(each, fields) for each in public_functions(trees[path])]
+        most = max(counts, default=0) if part.startswith("cqs") and path not in DICTATED else 0
+        found[part] = Budget(lines + number, max(largest, number), max(parameters, most))
+    return found
+
+
+def count_words(root: Path) -> dict[str, int]:
+    """Return the number of words of the pages of every folder of ``MOST_WORDS``."""
+    found = dict.fromkeys(MOST_WORDS, 0)
+    for path in sorted((root / "docs").rglob("*.md")):
+        part = part_of(str(path.relative_to(root)), dict(MOST_WORDS))
+        if part is not None:
+            found[part] += len(path.read_text().split())
+    return found
+
+
+def find_excesses(root: Path) -> list[Excess]:
+    """Return what exceeds its budget in the files below a folder."""
+    names = {"lines": "lines of code", "largest_file": "lines of its largest file"}
+    names["parameters"] = "parameters of a public function"
+    excesses = [
+        Excess(part, names[name], count, getattr(BUDGETS[part], name))
+        for part, counts in measure(root).items()
+        for name, count in counts._asdict().items()
+        if count > getattr(BUDGETS[part], name)
+    ]
+    excesses += [
+        Excess(part, "words", count, MOST_WORDS[part])
+        for part, count in count_words(root).items()
+        if count > MOST_WORDS[part]
+    ]
+    return excesses
+
+
+if __name__ == "__main__":
+    excesses = find_excesses(ROOT)
+    print(*excesses, f"{len(excesses)} budgets exceeded", sep="\n")
+    sys.exit(bool(excesses))
