@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
-.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu judge lint docs notebooks wheel check-dist check-package clean
+.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
@@ -13,9 +13,10 @@ help:  # the first target, so that `make` alone prints it
 	@echo "make test          every test except the large samples (about 45 minutes on 2 cores)"
 	@echo "make test-long     the large samples"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
+	@echo "make mutants       check that tests notice faults: WORDS='merge scheduler ...' or all"
 	@echo "make judge         published tests of other projects: SUITES='onnx_attention ...' or all"
-	@echo "make lint          ruff, mypy, import layers, and the words of the glossary"
-	@echo "make docs          the site, in site/html/docs/index.html"
+	@echo "make lint          ruff, mypy, import layers, words of the glossary, budgets of lines"
+	@echo "make docs          the site, in site/html/index.html"
 	@echo "make notebooks     run the notebooks and store their outputs"
 	@echo "make wheel         dist/: wheel and source distribution"
 	@echo "make check-dist    check what would be published"
@@ -30,6 +31,7 @@ demo: $(DEMO_INSTALLED)
 # each other, and long where cores are busy.
 ifneq (,$(filter test,$(MAKECMDGOALS)))
 MAKEFLAGS += --jobs=2 --output-sync
+.venv/docs-installed: .venv/installed  # one pip at a time
 endif
 test-ray test-rest: export OMP_NUM_THREADS := 1
 
@@ -54,6 +56,10 @@ quick: $(INSTALLED)
 test-long: $(INSTALLED)
 	$(VENV)/python -m pytest -m long
 
+# One-line faults of the package, each of which a named test must notice: half an hour on 2 cores.
+mutants: $(INSTALLED)
+	$(VENV)/python -m tests.mutants --jobs 2 $(WORDS)
+
 # Other people's tests and cases, run by cqs: one table.
 judge: export OMP_NUM_THREADS := 1
 judge: $(INSTALLED)
@@ -65,8 +71,9 @@ lint: $(INSTALLED)
 	$(VENV)/mypy
 	$(VENV)/lint-imports
 	$(VENV)/python -m tests.support.language
+	$(VENV)/python -m tests.support.budgets
 
-# The site: site/html/docs/index.html. A warning is an error.
+# The site: site/html/index.html. A warning is an error.
 docs: $(DOCS_INSTALLED)
 	$(VENV)/python -m sphinx --quiet --fail-on-warning --keep-going \
 		-c docs -d site/doctrees . site/html
@@ -79,7 +86,7 @@ notebooks: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(VENV)/python -m build --no-isolation
 
-# Of the wheel and the source distribution: metadata, contents, citation.
+# Of the wheel and the source distribution: metadata, contents, citation, and notebooks with the wheel.
 check-dist: $(INSTALLED)
 	$(VENV)/python tests/check_package.py dist
 
@@ -106,6 +113,6 @@ $(INSTALLED): $(DEMO_INSTALLED)
 	$(PIP) --quiet --editable '.[dev]'
 	touch $@
 
-$(DOCS_INSTALLED): $(INSTALLED)
+$(DOCS_INSTALLED): $(DEMO_INSTALLED)
 	$(PIP) --quiet --editable '.[docs]'
 	touch $@

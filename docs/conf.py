@@ -39,6 +39,7 @@ html_theme = "furo"
 html_title = f"cqs {version}"
 html_show_copyright = False
 html_static_path = ["_static"]
+html_extra_path = ["_root"]  # leads from the root of the site to root_doc
 html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["dollarmath", "html_image"]
