@@ -63,8 +63,7 @@ def test_links_have_their_rates(tmp_path, is_fair):
     assert [name for *_, name in fast] == ["host0", "host1", "host2"]
     for seconds, sent, _ in fast:
         assert seconds > 0.18  # of 0.2, because the first packets pass at once
-        # One queue for all drops packets, which are sent again.
-        assert 250_000 < sent < (1.05 if is_fair else 1.5) * 250_000
+        assert 250_000 < sent < 1.5 * 250_000  # packets of a busy host may be sent again
     assert max(seconds for seconds, *_ in slow) > 0.9
 
 
