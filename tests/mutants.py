@@ -1351,7 +1351,7 @@ FAULTS = (
         "nn/attention.py",
         "own = range(rank * number, (rank + 1) * number)",
         "own = range(number)",
-        "nn/test_block.py::test_heads_may_have_patterns_of_their_own",
+        "nn/test_block.py::test_a_block_trains_as_on_one_device[pattern of each head]",
     ),
     # Numbers of reports, and commands.
     Fault(

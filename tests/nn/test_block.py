@@ -5,9 +5,6 @@ from copy import deepcopy
 import pytest
 import torch
 from models import (
-    NONE,
-    SHAPES,
-    cut,
     difference_under_fully_shard,
     draw,
     gradients_of_experts,
@@ -15,7 +12,6 @@ from models import (
     make_block,
     make_compiled,
     make_decoder,
-    make_mesh,
     moved_between_layouts,
     packed_differences,
     train,
@@ -23,7 +19,7 @@ from models import (
 )
 from support.exact import assert_tracks_exact
 
-from cqs.nn import HybridDecoder, HybridTransformerBlock
+from cqs.nn import HybridDecoder
 from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
 
 pytestmark = pytest.mark.slow
@@ -32,58 +28,52 @@ WINDOW = sliding_window(6, 0) | global_tokens(2)
 OF_HEADS = per_head([[causal()] * 5 + [strided(3)] * 3 + [sliding_window(4, 0)] * 4])
 
 
-@pytest.mark.parametrize("shape", SHAPES[:7], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 4), (3, 2)], ids=str)
 def test_a_decoder_trains_as_on_one_device(mesh_ranks, shape):
     """Of a sparse and a dense layer."""
     options = {"patterns": [WINDOW, None]}
-    found = mesh_ranks.run(shape[0] * shape[1], largest_differences, make_decoder, shape, options)
-    assert max(map(max, found)) < 1e-11
+    errors = mesh_ranks.run(
+        shape[0] * shape[1], largest_differences, make_decoder, shape, options, steps=2
+    )
+    assert max(map(max, errors)) < 1e-11
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2)], ids=str)
 def test_packed_sequences_of_each_pass_are_computed_alone(mesh_ranks, shape):
     """A dense layer and one with a window of its own, and other sequences in every pass."""
-    all_lengths = [(10, 1, 22), (3, 30), (29,), (5, 5, 5, 5, 20)]
+    all_lengths = [(10, 1, 22), (5, 5, 20)]
     patterns = [None, sliding_window(4, 0)]
-    found = mesh_ranks.run(shape[0] * shape[1], packed_differences, shape, patterns, all_lengths)
-    assert max(map(max, found)) < 1e-10
+    errors = mesh_ranks.run(shape[0] * shape[1], packed_differences, shape, patterns, all_lengths)
+    assert max(map(max, errors)) < 1e-10
 
 
-def test_heads_may_have_patterns_of_their_own(mesh_ranks):
-    found = mesh_ranks.run(
-        4, largest_differences, make_block, (2, 2), {"pattern": OF_HEADS}, steps=1
+WIDE = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "feed_forward_size": 1536}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "sizes"),
+    [
+        ((2, 2), {"pattern": OF_HEADS}, {}),
+        ((3, 2), {"is_causal": False, "pattern": sliding_window(9, 9)}, {}),
+        ((1, 2), WIDE, {"tokens": 17, "batch": 1}),
+        ((3, 2), {}, {"tokens": 6}),
+    ],
+    ids=["pattern of each head", "not causal", "a thousand features", "a row for each rank"],
+)
+def test_a_block_trains_as_on_one_device(mesh_ranks, shape, options, sizes):
+    num_ranks = shape[0] * shape[1]
+    errors = mesh_ranks.run(
+        num_ranks, largest_differences, make_block, shape, options, steps=1, **sizes
     )
-    assert max(map(max, found)) < 1e-11
+    assert max(map(max, errors)) < 1e-10
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (3, 2)], ids=str)
-def test_a_block_that_is_not_causal_does_so_too(mesh_ranks, shape):
-    options = {"is_causal": False, "pattern": sliding_window(9, 9)}
-    found = mesh_ranks.run(shape[0] * shape[1], largest_differences, make_block, shape, options)
-    assert max(map(max, found)) < 1e-11
+def test_shards_may_differ_between_tensor_axes(mesh_ranks):
+    assert max(mesh_ranks.run(6, uneven_difference, (3, 2, 1, 1, 8, 8), (3, 2))) < 1e-11
 
 
-def test_a_block_of_a_thousand_features(mesh_ranks):
-    options = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "feed_forward_size": 1536}
-    found = mesh_ranks.run(
-        2, largest_differences, make_block, (1, 2), options, tokens=17, batch=1, steps=1
-    )
-    assert max(map(max, found)) < 1e-10
-
-
-def test_a_row_for_each_rank_is_enough(mesh_ranks):
-    found = mesh_ranks.run(6, largest_differences, make_decoder, (3, 2), {}, tokens=6, steps=2)
-    assert max(map(max, found)) < 1e-11
-
-
-@pytest.mark.parametrize("rows", [(3, 2, 1, 1, 8, 8), (1, 1, 9, 8, 5, 4)], ids=str)
-def test_shards_may_differ_between_tensor_axes(mesh_ranks, rows):
-    assert max(mesh_ranks.run(6, uneven_difference, rows, (3, 2))) < 1e-11
-
-
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=str)
-def test_gradients_are_those_under_fully_shard(mesh_ranks, shape):
-    assert max(mesh_ranks.run(4, difference_under_fully_shard, shape)) < 1e-11
+def test_gradients_are_those_under_fully_shard(mesh_ranks):
+    assert max(mesh_ranks.run(4, difference_under_fully_shard, (2, 2))) < 1e-11
 
 
 def test_states_move_between_layouts(mesh_ranks):
@@ -111,21 +101,6 @@ def test_a_block_on_a_gpu_tracks_one_in_float64(pattern):
     eager, exact = passes("cpu", torch.bfloat16), passes("cpu", torch.float64)
     for name, want in exact.items():
         assert_tracks_exact(found[name], eager[name], want, slack=3, name=name)
-
-
-def gradcheck(group):
-    mesh, checked = make_mesh(1, 1), []
-    for each in (None, mesh):
-        block = HybridTransformerBlock(
-            4, 2, 3, num_kv_heads=1, pattern=WINDOW, mesh=each, dtype=torch.float64
-        )
-        inputs = cut(torch.randn(1, 9, 4, dtype=torch.float64), each).requires_grad_()
-        checked.append(torch.autograd.gradcheck(block, (inputs,), **NONE))
-    return all(checked)
-
-
-def test_the_gradient_of_a_block_is_that_of_differences(mesh_ranks):
-    assert mesh_ranks.run(1, gradcheck) == [True]
 
 
 def test_a_block_is_llamas():
@@ -160,19 +135,20 @@ def test_a_block_is_llamas():
 
 def test_a_compiled_decoder_trains_as_one_that_is_not(one_thread):
     """Compiled once for one length and once for any."""
-    patterns = [WINDOW, None]
     for tokens, stance in ((29, "default"), (31, "default"), (40, "fail_on_recompile")):
         data, found = draw(make_decoder, tokens, 2), []
         with torch.compiler.set_stance(stance):
             for make in (make_decoder, make_compiled):
                 torch.manual_seed(0)
-                found.append(train(make(None, patterns), None, data, 2))
+                found.append(train(make(None, [WINDOW]), None, data, 1))
         torch.testing.assert_close(*found, atol=1e-12, rtol=0)
 
 
 def test_a_compiled_decoder_on_a_mesh_trains_as_on_one_device(mesh_ranks):
-    found = mesh_ranks.run(2, largest_differences, make_compiled, (1, 2), {"patterns": [WINDOW]})
-    assert max(map(max, found)) < 1e-11
+    errors = mesh_ranks.run(
+        2, largest_differences, make_compiled, (1, 2), {"patterns": [WINDOW]}, steps=1
+    )
+    assert max(map(max, errors)) < 1e-11
 
 
 def test_blocks_of_a_decoder_are_alike():

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from models import (
-    complaint,
-    complaint_about_dtensor,
-    complaint_after_an_overlap,
-    make_block,
-    refusal,
-)
+from models import complaint, make_block, refusal
 
 from cqs.nn import HybridDecoder
 from cqs.patterns import causal, per_head
@@ -20,7 +14,11 @@ pytestmark = pytest.mark.slow
     ("shape", "options", "message"),
     [
         ((1, 5), {}, "num_heads must be a multiple of the 5 ranks of the tensor axis, got 12"),
-        ((1, 6), {}, "num_kv_heads must be a multiple of the 6 ranks of the tensor axis, got 4"),
+        (
+            (1, 5),
+            {"num_heads": 10, "num_kv_heads": 2, "hidden_size": 20},
+            "num_kv_heads must be a multiple of the 5 ranks of the tensor axis, got 2",
+        ),
         (
             (1, 4),
             {"feed_forward_size": 38},
@@ -66,14 +64,8 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        (
-            [ROWS[:, :1], ROWS, ROWS, ROWS],
-            "with a row on every rank, got rows (1, 2)",
-        ),
-        (
-            [ROWS, ROWS, ROWS, ROWS[:, :0]],
-            "with a row on every rank, got rows (2, 0)",
-        ),
+        ([ROWS[:, :1], ROWS, ROWS, ROWS], "with a row on every rank, got rows (1, 2)"),
+        ([ROWS, ROWS, ROWS, ROWS[:, :0]], "with a row on every rank, got rows (2, 0)"),
         ([ROWS, ROWS, ROWS.repeat(2, 1, 1), ROWS], "batch 1, rank 0 has 2"),
         ([ROWS, ROWS, ROWS, ROWS.float()], "dtype torch.float32, rank 0 has torch.float64"),
         (
@@ -90,21 +82,22 @@ ROWS = torch.zeros(1, 2, 24, dtype=torch.float64)
     ids=["chunks", "rows", "batch", "dtype", "device", "dimensions", "empty", "none"],
 )
 def test_shards_that_do_not_fit_are_refused_on_every_rank(mesh_ranks, shards, message):
-    found = mesh_ranks.run(4, complaint, (2, 2), shards)
-    assert all(message in text for text in found), found
+    errors = mesh_ranks.run(4, complaint, (2, 2), shards)
+    assert all(message in text for _, text in errors), errors
     assert mesh_ranks.run(4, complaint, (2, 2), [ROWS] * 4) == [None] * 4
 
 
-def test_a_dtensor_is_named_on_every_rank(mesh_ranks):
-    found = mesh_ranks.run(4, complaint_about_dtensor, (2, 2), 3)
-    assert found.pop()[0] is TypeError
-    assert all(error is ValueError and "hidden.to_local()" in text for error, text in found)
-
-
-def test_threads_that_share_a_group_of_the_mesh_are_named_on_every_rank(mesh_ranks):
-    found = mesh_ranks.run(4, complaint_after_an_overlap, (2, 2), 3)
-    assert found.pop()[0] is RuntimeError
-    assert all(error is ValueError and "group must be used by" in text for error, text in found)
+@pytest.mark.parametrize(
+    ("fault", "error", "advice"),
+    [
+        ("DTensor", TypeError, "hidden.to_local()"),
+        ("overlap", RuntimeError, "group must be used by"),
+    ],
+)
+def test_a_fault_of_one_rank_is_named_on_every_rank(mesh_ranks, fault, error, advice):
+    *others, last = mesh_ranks.run(4, complaint, (2, 2), [ROWS] * 4, fault)
+    assert last[0] is error
+    assert all(each is ValueError and advice in text for each, text in others)
 
 
 @pytest.mark.parametrize(
