@@ -1,33 +1,31 @@
 """Tiny models of diffusers, and inputs that a number of ranks does not divide."""
 
+import diffusers
 import torch
-from diffusers import (
-    CogVideoXTransformer3DModel,
-    FluxTransformer2DModel,
-    HunyuanVideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-    QwenImageTransformer2DModel,
-    WanTransformer3DModel,
-    ZImageTransformer2DModel,
-)
 from torch import randn, tensor
 
 HEAD_DIM = 8
-
-
-def _wan(heads):
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=heads,
-        attention_head_dim=HEAD_DIM,
-        in_channels=2,
-        out_channels=2,
-        text_dim=6,
-        freq_dim=8,
-        ffn_dim=10,
-        num_layers=2,
-        rope_max_seq_len=16,
-    )
+_TEXT = {"joint_attention_dim": 6}
+_ROPE = {"axes_dims_rope": (2, 2, 4)}
+_OPTIONS = {
+    "WanTransformer3DModel": {"patch_size": (1, 2, 2), "in_channels": 2, "out_channels": 2}
+    | {"text_dim": 6, "freq_dim": 8, "ffn_dim": 10, "num_layers": 2, "rope_max_seq_len": 16},
+    "FluxTransformer2DModel": {"in_channels": 4, "num_layers": 1, "num_single_layers": 1}
+    | {"pooled_projection_dim": 5, **_TEXT, **_ROPE},
+    "QwenImageTransformer2DModel": {"in_channels": 4, "out_channels": 1, "num_layers": 2}
+    | {**_TEXT, **_ROPE},
+    "HunyuanVideoTransformer3DModel": {"in_channels": 2, "out_channels": 2, "patch_size": 1}
+    | {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
+    | {"text_embed_dim": 6, "pooled_projection_dim": 5, "rope_axes_dim": (2, 2, 4)},
+    "LTXVideoTransformer3DModel": {"in_channels": 4, "out_channels": 4, "num_layers": 2}
+    | {"caption_channels": 6},
+    "CogVideoXTransformer3DModel": {"in_channels": 2, "out_channels": 2, "num_layers": 2}
+    | {"time_embed_dim": 4, "text_embed_dim": 6, "use_rotary_positional_embeddings": True}
+    | {"sample_width": 8, "sample_height": 8, "sample_frames": 9},
+    "ZImageTransformer2DModel": {"in_channels": 2, "n_layers": 2, "n_refiner_layers": 1}
+    | {"cap_feat_dim": 6, "axes_dims": [2, 2, 4], "axes_lens": [128, 16, 16]},
+}
+"""Model -> options of its configuration, except the heads."""
 
 
 def _wan_inputs(frames, height, width, text):
@@ -36,19 +34,6 @@ def _wan_inputs(frames, height, width, text):
         "timestep": tensor([3, 700]),
         "encoder_hidden_states": randn(2, text, 6),
     }
-
-
-def _flux(heads):
-    return FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=heads,
-        joint_attention_dim=6,
-        pooled_projection_dim=5,
-        axes_dims_rope=(2, 2, 4),
-    )
 
 
 def _flux_inputs(frames, height, width, text):
@@ -63,18 +48,6 @@ def _flux_inputs(frames, height, width, text):
     }
 
 
-def _qwen_image(heads):
-    return QwenImageTransformer2DModel(
-        in_channels=4,
-        out_channels=1,
-        num_layers=2,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=heads,
-        joint_attention_dim=6,
-        axes_dims_rope=(2, 2, 4),
-    )
-
-
 def _qwen_image_inputs(frames, height, width, text):
     return {
         "hidden_states": randn(2, frames * height * width, 4),
@@ -83,22 +56,6 @@ def _qwen_image_inputs(frames, height, width, text):
         "timestep": tensor([0.3, 0.7]),
         "img_shapes": [[(frames, height, width)]] * 2,
     }
-
-
-def _hunyuan_video(heads):
-    return HunyuanVideoTransformer3DModel(
-        in_channels=2,
-        out_channels=2,
-        num_attention_heads=heads,
-        attention_head_dim=HEAD_DIM,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        text_embed_dim=6,
-        pooled_projection_dim=5,
-        rope_axes_dim=(2, 2, 4),
-    )
 
 
 def _hunyuan_video_inputs(frames, height, width, text):
@@ -110,18 +67,6 @@ def _hunyuan_video_inputs(frames, height, width, text):
         "pooled_projections": randn(2, 5),
         "guidance": tensor([1.0, 2.0]),
     }
-
-
-def _ltx(heads):
-    return LTXVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=heads,
-        attention_head_dim=HEAD_DIM,
-        cross_attention_dim=heads * HEAD_DIM,
-        num_layers=2,
-        caption_channels=6,
-    )
 
 
 def _ltx_inputs(frames, height, width, text):
@@ -136,22 +81,6 @@ def _ltx_inputs(frames, height, width, text):
     }
 
 
-def _cogvideox(heads):
-    return CogVideoXTransformer3DModel(
-        num_attention_heads=heads,
-        attention_head_dim=HEAD_DIM,
-        in_channels=2,
-        out_channels=2,
-        time_embed_dim=4,
-        text_embed_dim=6,
-        num_layers=2,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=9,
-        use_rotary_positional_embeddings=True,
-    )
-
-
 def _cogvideox_inputs(frames, height, width, text):
     angles = randn(frames * height * width, HEAD_DIM // 2).repeat_interleave(2, 1)
     return {
@@ -160,20 +89,6 @@ def _cogvideox_inputs(frames, height, width, text):
         "timestep": tensor([3, 700]),
         "image_rotary_emb": (angles.cos(), angles.sin()),
     }
-
-
-def _z_image(heads):
-    return ZImageTransformer2DModel(
-        in_channels=2,
-        dim=heads * HEAD_DIM,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=heads,
-        n_kv_heads=heads,
-        cap_feat_dim=6,
-        axes_dims=[2, 2, 4],
-        axes_lens=[128, 16, 16],
-    )
 
 
 def _z_image_inputs(frames, height, width, text):
@@ -186,14 +101,15 @@ def _z_image_inputs(frames, height, width, text):
 
 
 FAMILIES = {
-    "Wan": (_wan, _wan_inputs),
-    "Flux": (_flux, _flux_inputs),
-    "QwenImage": (_qwen_image, _qwen_image_inputs),
-    "HunyuanVideo": (_hunyuan_video, _hunyuan_video_inputs),
-    "LTX": (_ltx, _ltx_inputs),
-    "CogVideoX": (_cogvideox, _cogvideox_inputs),
-    "ZImage": (_z_image, _z_image_inputs),
+    "Wan": _wan_inputs,
+    "Flux": _flux_inputs,
+    "QwenImage": _qwen_image_inputs,
+    "HunyuanVideo": _hunyuan_video_inputs,
+    "LTX": _ltx_inputs,
+    "CogVideoX": _cogvideox_inputs,
+    "ZImage": _z_image_inputs,
 }
+"""Beginning of the name of a model -> function that makes its inputs."""
 
 SIZES = {
     "3 heads, 45 tokens, 7 of text": (3, (3, 3, 5, 7)),
@@ -208,8 +124,17 @@ def _padded(text):
 
 
 def make_model(family, heads):
+    (name,) = (name for name in _OPTIONS if name.startswith(family))
+    names = ("n_heads", "n_kv_heads") if family == "ZImage" else ("num_attention_heads",)
+    options = _OPTIONS[name] | dict.fromkeys(names, heads)
+    if family == "ZImage":
+        options["dim"] = heads * HEAD_DIM
+    else:
+        options["attention_head_dim"] = HEAD_DIM
+    if family == "LTX":
+        options["cross_attention_dim"] = heads * HEAD_DIM
     torch.manual_seed(0)
-    model = FAMILIES[family][0](heads)
+    model = getattr(diffusers, name)(**options)
     for parameter in model.parameters():  # some begin with zeros, which hides what is before
         torch.nn.init.normal_(parameter, std=0.1)
     return model
@@ -217,7 +142,7 @@ def make_model(family, heads):
 
 def make_inputs(family, sizes):
     torch.manual_seed(1)
-    return FAMILIES[family][1](*sizes)
+    return FAMILIES[family](*sizes)
 
 
 def as_list(tensors):

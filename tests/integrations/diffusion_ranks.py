@@ -62,7 +62,7 @@ def _error(found, expected):
 
 
 def _compiled(size):
-    model = make_parallel("HunyuanVideo", SIZES[size][0], ulysses_degree=2)
+    model = make_parallel("HunyuanVideo", SIZES[size][0], ulysses_degree=dist.get_world_size())
     (block,) = model.single_transformer_blocks
     block.compile(backend="aot_eager", fullgraph=True)
     return errors_of(model, "HunyuanVideo", size)
@@ -87,14 +87,14 @@ def _complaints():
     }
     found = {}
     for name, mask in masks.items():
-        sizes = (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 4)
+        sizes = (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 12)
         try:
             model(**make_inputs("Flux", sizes), joint_attention_kwargs={"attention_mask": mask})
         except (NotImplementedError, ValueError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     model.set_attention_backend("native")
     try:
-        model(**make_inputs("Flux", (1, 1, 3, 2)))
+        model(**make_inputs("Flux", (1, 1, 4, 2)))
     except ValueError as error:
         found["other backend"] = str(error)
     return found
@@ -103,10 +103,10 @@ def _complaints():
 def _complaints_about_ranks():
     """Return the errors of this rank for degrees and orders of calls that do not fit."""
     degrees = {
-        "few": {"ring_degree": 3},
-        "many": {"ring_degree": 3, "ulysses_degree": 2},
-        "mesh": {"ring_degree": 3, "mesh": init_device_mesh("cpu", (5,), mesh_dim_names=["ring"])},
-        "one rank": {"ring_degree": 5 if dist.get_rank() else 3},
+        "few": {"ring_degree": 2},
+        "many": {"ring_degree": 2, "ulysses_degree": 2},
+        "mesh": {"ring_degree": 2, "mesh": init_device_mesh("cpu", (3,), mesh_dim_names=["ring"])},
+        "one rank": {"ring_degree": 3 if dist.get_rank() else 2},
         "order": {},
     }
     found = {}
@@ -115,7 +115,7 @@ def _complaints_about_ranks():
             if name != "order":
                 make_parallel("Wan", 3, **given)
             with attention_backend("native"):
-                make_model("Wan", 3).enable_parallelism(config=ContextParallelConfig(5))
+                make_model("Wan", 3).enable_parallelism(config=ContextParallelConfig(3))
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -134,16 +134,21 @@ def _bias_of_padding():
     return [_error(found, expected.tensor_split(num_ranks, 1)[rank])]
 
 
-def _timesteps_of_tokens():
-    few = "4 heads, 11 tokens, 2 of text"
-    model, timesteps = make_parallel("LTX", SIZES[few][0]), 30 * torch.arange(22).view(2, 11)
-    return errors_of(model, "LTX", few, timestep=timesteps)
-
-
-def _text_without_a_mask():
-    few = "4 heads, 11 tokens, 2 of text"
-    model = make_parallel("QwenImage", SIZES[few][0])
-    return errors_of(model, "QwenImage", few, encoder_hidden_states_mask=None)
+def _special_cases():
+    """Return the errors of what one family alone takes, or one way to call a model."""
+    size, few = SIZES
+    flux = make_parallel("Flux", SIZES[size][0])
+    ltx, timesteps = make_parallel("LTX", SIZES[few][0]), 30 * torch.arange(22).view(2, 11)
+    qwen = make_parallel("QwenImage", SIZES[few][0])
+    return {
+        "checkpointed": _checkpointed(size),
+        "output object": errors_of(flux, "Flux", size, return_dict=True),
+        "timesteps of tokens": errors_of(ltx, "LTX", few, timestep=timesteps),
+        "fewer text tokens than ranks": errors_of(
+            qwen, "QwenImage", few, encoder_hidden_states_mask=None
+        ),
+        "bias of padding": _bias_of_padding(),
+    }
 
 
 def _run_example():
@@ -162,55 +167,45 @@ def _serve(rank, num_ranks, ports, queue):
     found = {
         f"{family}, {size}": errors_of(make_parallel(family, SIZES[size][0]), family, size)
         for family in FAMILIES
-        for size in SIZES
+        for size in (SIZES if num_ranks != 3 else list(SIZES)[1:])
     }
-    if num_ranks == 2:
-        size = next(iter(SIZES))
-        found["compiled"] = _compiled(size)
-        found["checkpointed"] = _checkpointed(size)
-        flux = make_parallel("Flux", SIZES[size][0])
-        found["output object"] = errors_of(flux, "Flux", size, return_dict=True)
-        found["complaints"] = _complaints()
     if num_ranks == 3:
-        found["without a mask"] = _text_without_a_mask()
-        found["timesteps of tokens"] = _timesteps_of_tokens()
-        found["bias of padding"] = _bias_of_padding()
-    if num_ranks == 5:
-        of_ranks = [None] * 5
+        found |= _special_cases()
+        found["complaints"] = _complaints()
+        of_ranks = [None] * num_ranks
         dist.all_gather_object(of_ranks, _complaints_about_ranks())
         found["complaints about ranks"] = of_ranks
+    if num_ranks == 2:
+        found["compiled"] = _compiled(next(iter(SIZES)))
     dist.destroy_process_group()
-    if num_ranks == 3:
+    if num_ranks == 2:
         os.environ["MASTER_PORT"] = str(ports[1])
         found["example"] = _run_example()
     if rank == 0:
         queue.put(found)
 
 
-def main():
-    """Print the findings for the numbers of ranks that are given, as JSON."""
+def main(num_ranks):
+    """Print the findings for a number of ranks, as JSON."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     with contextlib.suppress(AttributeError):
         del Logger.warning_once  # transformers adds it
     register()
     context = multiprocessing.get_context("fork")  # what takes long to import is imported
-    results = {}
-    for num_ranks in map(int, sys.argv[1:]):
-        ports = find_free_port(), find_free_port()
-        arguments = num_ranks, ports, (queue := context.SimpleQueue())
-        ranks = [
-            context.Process(target=_serve, args=(rank, *arguments), daemon=True)
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(100)
-            assert rank.exitcode == 0
-        results[num_ranks] = queue.get()
-    print(json.dumps(results))
+    ports = find_free_port(), find_free_port()
+    arguments = num_ranks, ports, (queue := context.SimpleQueue())
+    ranks = [
+        context.Process(target=_serve, args=(rank, *arguments), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+        assert rank.exitcode == 0
+    print(json.dumps(queue.get()))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
