@@ -10,6 +10,7 @@ from cqs.__main__ import main
 from cqs.commands import report
 from cqs.executors.verify import VerificationError
 from cqs.report.measurement import read_rows
+from cqs.report.rows import PASSES
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +40,8 @@ def test_a_report_is_written(tmp_path, capsys, monkeypatch):
     assert main([*TINY, *options]) == 0
     assert read_rows(out / "rows.jsonl", lambda row: [row["backend"]]) == 4 * ["reference"]
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "rows.jsonl"]
-    assert keys_of(out / "rows.jsonl") == [
-        (1, "forward"), (3, "forward"), (1, "backward"), (3, "backward"),
-    ]  # fmt: skip
+    forward, backward = [[(number, name) for number in (1, 3)] for name in PASSES]
+    assert keys_of(out / "rows.jsonl") == forward + backward
     memory, speedup, merge, header, *_, path = capsys.readouterr().out.splitlines()
     assert memory.startswith("Memory: with 3 tasks,") and speedup.startswith("Speed-up: 3 devices")
     assert merge.startswith("Merge: ") and header.split()[:2] == ["W", "pass"]
@@ -95,8 +95,15 @@ def test_impossible_options_are_refused_in_one_line(tmp_path, capsys, options, m
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["report.html", "rows.jsonl"])
-@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("report.html", "file"),
+        ("report.html", "pipe"),
+        ("rows.jsonl", "folder"),
+        ("rows.jsonl", "link"),
+    ],
+)
 def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
     path = tmp_path / name
     if kind == "file":
@@ -119,9 +126,11 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
 
 
 def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
-    options = [*TINY, "--tasks", "1", "--out", str(tmp_path)]
+    """Also in a directory whose name is no text."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    options = [*TINY, "--tasks", "1", "--out", str(folder)]
     assert main(options) == 0
-    before = (tmp_path / "report.html").read_bytes()
+    before = (folder / "report.html").read_bytes()
 
     def interrupt(self, text, write=Path.write_text, **options):
         write(self, text[:100], **options)
@@ -130,11 +139,5 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", interrupt)
         assert main(options) == 2
-    assert (tmp_path / "report.html").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "rows.jsonl"]
-
-
-def test_a_report_may_be_in_a_directory_whose_name_is_no_text(tmp_path):
-    path = os.fsencode(tmp_path) + b"/\xff"
-    assert main([*TINY, "--tasks", "1", "--out", os.fsdecode(path)]) == 0
-    assert Path(os.fsdecode(path), "report.html").exists()
+    assert (folder / "report.html").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "rows.jsonl"]

@@ -8,7 +8,6 @@ from scaling_rows import make_rows
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-import cqs
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
 from cqs.report.drivers import LocalDriver, RayDriver
@@ -34,8 +33,6 @@ SMALL = Settings(
 )
 KINDS = {
     "full": {},
-    "causal": {"is_causal": True},
-    "pattern": {"pattern": "sliding_window(9, 5) | global_tokens(3)"},
     "causal-pattern": {"pattern": "strided(16)", "is_causal": True},
     "blind-rows": {"pattern": "block_sparse([[1, 0], [0, 0]], 100)"},
 }
@@ -45,7 +42,7 @@ def test_with_scores_in_memory_a_task_takes_a_share_of_one_over_w():
     """With scores in memory they outweigh the tokens, and a task has 1/W of them."""
     found = {}
     for backend in ("reference", None):
-        settings = replace(SMALL, tokens=1400, is_causal=False, repeats=1, backend=backend)
+        settings = replace(SMALL, tokens=900, repeats=1, backend=backend)
         rows = [LocalDriver(settings).measure(number, "forward") for number in (1, 7, 13)]
         found[backend] = [row.memory_share for row in rows]
     assert found["reference"][1] < 1 / 7 and found["reference"][2] < 1 / 13
@@ -89,8 +86,8 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
         assert row.num_devices == 7 and row.efficiency == row.speedup / 7
         assert row.transfer_ms is None
     forward, backward = found
-    costs = [plan.predict_cost(task.index, MeasuredPass(settings, "forward").problem.shape)
-             for task in plan.tasks]  # fmt: skip
+    shape = MeasuredPass(settings, "forward").problem.shape
+    costs = [plan.predict_cost(task.index, shape) for task in plan.tasks]
     assert forward.bytes_in == max(cost.bytes_in for cost in costs)
     assert forward.bytes_out == max(cost.bytes_out for cost in costs)
     assert forward.peak_ratio is not None and backward.peak_ratio is None
@@ -99,10 +96,10 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
 @pytest.mark.parametrize("pattern", [None, "sliding_window(256, 0) | global_tokens(4)"])
 def test_measured_memory_is_within_a_twentieth_of_the_predicted(pattern):
     settings = replace(
-        SMALL, tokens=4096, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
+        SMALL, tokens=2048, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
     )
     driver = LocalDriver(settings)
-    for num_tasks in (1, 8, 31):
+    for num_tasks in (1, 8):
         row = driver.measure(num_tasks, "forward")
         assert row.peak_ratio == pytest.approx(1, abs=0.05), num_tasks
         assert row.peak_bytes == pytest.approx(row.predicted_bytes, rel=0.05)
@@ -110,19 +107,16 @@ def test_measured_memory_is_within_a_twentieth_of_the_predicted(pattern):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrong", [None, *Gradients._fields])
-def test_wrong_gradients_are_found(kind, wrong):
+def test_wrong_gradients_are_found(kind):
     work = MeasuredPass(replace(SMALL, **KINDS[kind]), "backward")
-    problem = work.problem
-    plan = problem.make_plan(7)
-    results = [work.compute(task, work.hold(task)) for task in plan.tasks]
-    gradients = work.merge(results)
-    if wrong is None:
-        work.verify(gradients)
-        return
-    getattr(gradients, wrong)[:, 1, 0] += 1e-3
-    with pytest.raises(VerificationError, match=f"gradient of the {wrong}"):
-        verify_gradients(problem, work.answer, work.grad_output, gradients)
+    plan = work.problem.make_plan(7)
+    gradients = work.merge([work.compute(task, work.hold(task)) for task in plan.tasks])
+    work.verify(gradients)
+    for wrong in Gradients._fields:
+        spoiled = Gradients(*(gradient.clone() for gradient in gradients))
+        getattr(spoiled, wrong)[:, 1, 0] += 1e-3
+        with pytest.raises(VerificationError, match=f"gradient of the {wrong}"):
+            verify_gradients(work.problem, work.answer, work.grad_output, spoiled)
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -158,17 +152,16 @@ def test_rows_are_read_as_they_were_written(tmp_path):
 
 
 @pytest.mark.ray
-def test_runs_on_a_cluster_are_measured(ray_session):
+def test_runs_on_a_cluster_are_measured(cluster):
     settings = replace(SMALL, executor="ray", repeats=1, **KINDS["causal-pattern"])
-    with cqs.Cluster(2) as cluster:
-        driver = RayDriver(settings, cluster)
-        for name in PASSES:
-            row = driver.measure(3, name)
-            assert row.num_devices == 2
-            assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0
-            assert (row.peak_ratio is None) == (name == "backward")
-            here = MeasuredPass(replace(settings, executor="local"), name)
-            plan = here.problem.make_plan(3)
-            assert row.bytes_in == max(
-                sum(tokens.joined().nbytes for tokens in here.hold(task)) for task in plan.tasks
-            )
+    driver = RayDriver(settings, cluster)
+    for name in PASSES:
+        row = driver.measure(3, name)
+        assert row.num_devices == 4
+        assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0
+        assert (row.peak_ratio is None) == (name == "backward")
+        here = MeasuredPass(replace(settings, executor="local"), name)
+        plan = here.problem.make_plan(3)
+        assert row.bytes_in == max(
+            sum(tokens.joined().nbytes for tokens in here.hold(task)) for task in plan.tasks
+        )
