@@ -19,12 +19,6 @@ WITHIN = {"memory_budget": 60_000, "device": "cpu"}
 
 
 @pytest.fixture
-def tensors():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(SHAPE, generator=generator) for _ in range(3)]
-
-
-@pytest.fixture
 def file(tensors, tmp_path, monkeypatch):
     """A file of the working directory that holds the keys, with two other names."""
     monkeypatch.chdir(tmp_path)
@@ -32,6 +26,15 @@ def file(tensors, tmp_path, monkeypatch):
     os.symlink("same.npy", "symbolic.npy")
     os.link("same.npy", "hard.npy")
     return "same.npy"
+
+
+def attend(tensors, out=None, **options):
+    return cqs.streaming.attention(*tensors, out=out, **WITHIN | options)
+
+
+def assert_refused(tensors, out, message="^out must share neither .*query, key and value"):
+    with pytest.raises(ValueError, match=message):
+        attend(tensors, out)
 
 
 def mapped(path, mode="r+"):
@@ -48,7 +51,6 @@ def by_another_mapping(path):
 WAYS = {
     "map": mapped,
     "array of a map": lambda path: np.asarray(mapped(path)),
-    "tensor of a map": lambda path: torch.from_numpy(mapped(path)),
     "part of a tensor of a map": lambda path: torch.from_numpy(mapped(path))[:, :, :],
     "bytes": by_another_mapping,
     "file": lambda path: replace(open_tensor(path), is_writable=True),
@@ -68,8 +70,7 @@ def test_a_file_that_is_read_takes_no_output(tensors, file, source, target, name
     query, _, value = tensors
     key, out = READ_ONLY[source](file), WAYS[target](name)
     for inputs in ((query, key, value), (query, value, key), (key, query, value)):
-        with pytest.raises(ValueError, match="^out must .*query, key and value"):
-            cqs.streaming.attention(*inputs, out=out, **WITHIN)
+        assert_refused(inputs, out)
     assert np.array_equal(np.load(file), before)
 
 
@@ -77,82 +78,78 @@ def test_other_bytes_of_a_file_that_is_read_take_no_output(tensors, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     query, key, value = tensors
     save_file({"query": query, "key": key, "out": torch.zeros(SHAPE)}, "some.safetensors")
-    found = {name: open_tensor("some.safetensors", name) for name in ("query", "key", "out")}
-    raw = np.memmap("some.safetensors", np.float32, "r+", found["out"].offset, SHAPE)
-    for out in (replace(found["out"], is_writable=True), raw, torch.from_numpy(raw)):
-        for read in (found["query"], mapped_bytes(found["query"])):
+    inside, free = (open_tensor("some.safetensors", name) for name in ("query", "out"))
+    in_map = torch.from_numpy(np.memmap(inside.path, np.float32, "r+", inside.offset, SHAPE))
+    raw = np.memmap("some.safetensors", np.float32, "r+", free.offset, SHAPE)
+    for out in (replace(free, is_writable=True), raw, torch.from_numpy(raw)):
+        for read in (inside, in_map):
             if isinstance(read, InFile) or isinstance(out, InFile):
-                with pytest.raises(ValueError, match="^out must share neither"):
-                    cqs.streaming.attention(read, key, value, out=out, **WITHIN)
+                assert_refused((read, key, value), out)
     assert not raw.any()
-    both = torch.stack([query, torch.zeros(SHAPE)], dim=3)
+
+
+def test_memory_that_is_read_takes_no_output(tensors):
+    query, key, value = tensors
+    *interleaved, between = torch.stack([*tensors, torch.zeros(SHAPE)], dim=3).unbind(dim=3)
+    for inputs, out in (
+        (tensors, value),
+        (tensors, key.numpy()),
+        ((query, key, value.expand(SHAPE)), value.flip(3).set_(value).view(SHAPE)),
+        (interleaved, between),
+    ):
+        assert_refused(inputs, out)
+    bias = torch.zeros(1, 1, 300, 300)
     with pytest.raises(ValueError, match="^out must share neither"):
-        cqs.streaming.attention(both[..., 0, :], key, value, out=both[..., 1, :], **WITHIN)
+        out = bias.view(-1)[: query.numel()].view(SHAPE)
+        attend(tensors, out, scores=cqs.Scores(bias=bias))
 
 
 def test_other_memory_of_one_allocation_takes_the_output(tensors):
     whole = torch.stack([*tensors, torch.zeros(SHAPE)])
     for space in (whole, whole.clone().share_memory_()):
-        cqs.streaming.attention(*space[:3], out=space[3], **WITHIN)
-        assert torch.equal(space[3], cqs.streaming.attention(*tensors, **WITHIN))
-
-
-def mapped_bytes(found):
-    """The tensor of a file in memory that is mapped from the file."""
-    return torch.from_numpy(np.memmap(found.path, np.float32, "r+", found.offset, SHAPE))
+        attend(space[:3], space[3])
+        assert torch.equal(space[3], attend(tensors))
 
 
 def test_changes_of_a_copy_on_write_map_stay_in_memory(tensors, file):
     query, key, value = tensors
     out = mapped(file, "c")
-    cqs.streaming.attention(query, mapped(file, "r"), value, out=out, **WITHIN)
-    assert torch.equal(torch.from_numpy(out), cqs.streaming.attention(query, key, value, **WITHIN))
+    attend((query, mapped(file, "r"), value), out)
+    assert torch.equal(torch.from_numpy(out), attend(tensors))
     assert np.array_equal(np.load(file), key.numpy())
 
 
 @pytest.mark.parametrize(
     "strides",
-    [
-        (4, 16, 16, 1),
-        (9600, 0, 16, 1),
-        (9600, 16, 16, 1),
-        (9600, 4800, 15, 1),
-        (9600, 4800, 16, 0),
-        (9600, 1, 2, 1),
-        (1, 3, 4, 2),
-    ],
+    [(4, 16, 16, 1), (9600, 0, 16, 1), (9600, 4800, 15, 1), (9600, 1, 2, 1), (1, 3, 4, 2)],
 )
 def test_elements_that_share_memory_take_no_output(tensors, strides):
     out = torch.zeros(20_000).as_strided(SHAPE, strides)
-    with pytest.raises(ValueError, match="^out must"):
-        cqs.streaming.attention(*tensors, out=out, **WITHIN)
+    assert_refused(tensors, out, "^out must")
 
 
 def test_elements_in_any_order_take_the_output(tensors):
-    expected = cqs.streaming.attention(*tensors, **WITHIN)
     space = torch.zeros(40_000)
     for strides in ((9600, 4800, 16, 1), (1, 4800, 1, 300), (1, 1, 32, 2), (7, 20_000, 33, 2)):
         out = space.as_strided(SHAPE, strides)
-        cqs.streaming.attention(*tensors, out=out, **WITHIN)
-        assert torch.equal(out, expected)
+        attend(tensors, out)
+        assert torch.equal(out, attend(tensors))
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_memory_that_cannot_be_written_to_takes_no_output(tensors, file):
     """A write would end the process by a signal."""
-    with pytest.raises(ValueError, match="^out must"):
-        cqs.streaming.attention(*tensors, out=torch.from_numpy(mapped(file, "r")), **WITHIN)
+    assert_refused(tensors, torch.from_numpy(mapped(file, "r")), "^out must")
 
 
 def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     query, key, value = tensors
-    before = mapped(file, "r")
+    before, expected = mapped(file, "r"), attend(tensors)
     np.save("new.npy", np.zeros(SHAPE, np.float32))
     os.replace("new.npy", file)
-    expected = cqs.streaming.attention(query, key, value, **WITHIN)
-    assert torch.equal(cqs.streaming.attention(query, before, value, **WITHIN), expected)
+    assert torch.equal(attend((query, before, value)), expected)
     os.unlink(file)
-    assert torch.equal(cqs.streaming.attention(query, before, value, **WITHIN), expected)
+    assert torch.equal(attend((query, before, value)), expected)
 
 
 def test_a_file_with_inode_0_differs_from_memory_without_a_file(
@@ -174,8 +171,7 @@ def test_a_file_with_inode_0_differs_from_memory_without_a_file(
     monkeypatch.setattr(extents, "_MAPS", maps)
     monkeypatch.setattr(extents, "mappings", read_mappings)
     one, other = (torch.from_numpy(mapped(file)) for _ in range(2))
-    with pytest.raises(ValueError, match="^out must share neither"):
-        cqs.streaming.attention(tensors[0], one, tensors[2], out=other, **WITHIN)
+    assert_refused((tensors[0], one, tensors[2]), other)
 
 
 def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypatch):
@@ -187,14 +183,13 @@ def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypa
 
     monkeypatch.setattr(np, "frombuffer", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        cqs.streaming.attention(*tensors, out=mapped(file), **WITHIN)
+        attend(tensors, mapped(file))
 
 
 @pytest.mark.parametrize("way", ["file", "/proc/self/fd"])
 def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
     """Heads of each pattern are a part of the output, which is opened once for all."""
-    options = WITHIN | {"pattern": per_head([[causal(), sliding_window(32, 32)]])}
-    expected = cqs.streaming.attention(*tensors, **options)
+    pattern = per_head([[causal(), sliding_window(32, 32)]])
     descriptor, mine = os.open(file, os.O_RDWR), b"mine" * 2**14
     path = file if way == "file" else f"{way}/{descriptor}"
     out, calls = np.memmap(path, np.float32, "r+", 128, SHAPE), []
@@ -211,16 +206,8 @@ def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
                 os.close(other)
         calls.append(done)
 
-    cqs.streaming.attention(*tensors, out=out, progress=replace_file, **options)
+    attend(tensors, out, progress=replace_file, pattern=pattern)
     os.close(descriptor)
-    assert np.array_equal(out, expected)
+    assert np.array_equal(out, attend(tensors, pattern=pattern))
     with open(file if way == "file" else "mine", "rb") as other:
         assert other.read() == mine
-
-
-def test_an_output_over_the_bias_is_refused():
-    tensors = [torch.zeros(1, 1, 20, 8) for _ in range(3)]
-    bias = torch.zeros(1, 1, 20, 20)
-    scores, out = cqs.Scores(bias=bias), bias.view(-1)[:160].view(1, 1, 20, 8)
-    with pytest.raises(ValueError, match="^out must share neither"):
-        cqs.streaming.attention(*tensors, device="cpu", scores=scores, out=out)
