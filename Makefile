@@ -5,13 +5,17 @@ INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-script-location
 
-.PHONY: help demo quick test test-long test-ray test-rest test-kernels test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
+TIMED := $(PYTHON) tests/support/timed.py
+# Tests of Ray and of ranks share one process each, and every other file has one: see tests/conftest.py.
+TESTS := $(TIMED) $(VENV)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+.PHONY: help demo quick test test-all test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
-	@echo "make quick         the fast tests: no Ray, no GPU (under 2 minutes)"
-	@echo "make test          every test except the large samples (about 45 minutes on 2 cores)"
-	@echo "make test-long     the large samples"
+	@echo "make quick         the fast tests: no Ray, no GPU (a minute)"
+	@echo "make test          what the library, Ray and the adaptors promise (10 minutes on 2 cores)"
+	@echo "make test-all      every test, judged suites and faults: before a release (hours)"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
 	@echo "make mutants       check that tests notice faults: WORDS='merge scheduler ...' or all"
 	@echo "make judge         published tests of other projects: SUITES='onnx_attention ...' or all"
@@ -26,42 +30,26 @@ help:  # the first target, so that `make` alone prints it
 demo: $(DEMO_INSTALLED)
 	$(VENV)/python -m cqs demo
 
-# Ray's tests wait more than they compute, and look at what else runs: apart, but beside the others,
-# and those beside whatever else is to be made. One thread each: on small tensors more threads wait for
-# each other, and long where cores are busy.
-ifneq (,$(filter test,$(MAKECMDGOALS)))
-MAKEFLAGS += --jobs=2 --output-sync
-.venv/docs-installed: .venv/installed  # one pip at a time
-endif
-test-ray test-rest: export OMP_NUM_THREADS := 1
-
-test: test-rest test-ray test-kernels
-
-test-ray: $(INSTALLED)
-	$(VENV)/python -m pytest -m "ray and not long" $$(grep -rl --include='test_*.py' 'mark\.ray\b' tests | sort)
-
-test-rest: $(INSTALLED)
-	$(VENV)/python -m pytest -m "not ray and not long" --ignore tests/worker/test_compilation.py
-
-# They compile for a minute, after Ray's tests if those are made too.
-test-kernels: $(INSTALLED)
-	$(VENV)/python -m pytest tests/worker/test_compilation.py
+# One thread each: on small tensors more threads wait for each other, and long where cores are busy.
+quick test test-all judge: export OMP_NUM_THREADS := 1
 
 # No Ray, no GPU, nothing above a second: for a hook before each commit.
-quick: export OMP_NUM_THREADS := 1
 quick: $(INSTALLED)
-	$(VENV)/python -m pytest -m "not ray and not gpu and not slow and not long"
+	$(TESTS) -m "not ray and not gpu and not slow and not long"
 
-# Large samples of what `make test` samples too.
-test-long: $(INSTALLED)
-	$(VENV)/python -m pytest -m long
+test: $(INSTALLED)
+	$(TESTS) -m "not long"
+
+# Also large samples, pages, notebooks, model families and benchmark programs.
+test-all: $(INSTALLED)
+	$(TESTS)
+	$(MAKE) judge mutants
 
 # One-line faults of the package, each of which a named test must notice: half an hour on 2 cores.
 mutants: $(INSTALLED)
 	$(VENV)/python -m tests.mutants --jobs 2 $(WORDS)
 
 # Other people's tests and cases, run by cqs: one table.
-judge: export OMP_NUM_THREADS := 1
 judge: $(INSTALLED)
 	$(VENV)/python -m tests.judged $(SUITES)
 

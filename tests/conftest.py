@@ -1,6 +1,7 @@
 """Seeds, the skip of GPU tests without a GPU, and the one check of an answer."""
 
 import os
+import signal
 import sys
 import zlib
 from functools import cache
@@ -19,12 +20,37 @@ from benchmarks.cases import visible_mask
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
+
+SHARED = "ray", "ranks"
+"""Groups of pytest-xdist whose tests share processes. Every other file is a group of its own."""
+RANKS = {"ranks", "mesh_ranks", "gpu_ranks", "crowded_ranks"}
+
+
+def group_of(item):
+    """Return the group of a test: all tests of a group run in one process."""
+    if item.get_closest_marker("ray"):
+        return "ray"
+    if RANKS & set(getattr(item, "fixturenames", ())):
+        return "ranks"
+    return item.nodeid.partition("::")[0]
+
+
+def pytest_ignore_collect(collection_path):
+    """Modules that tests import have no examples, and some are programs that change PyTorch."""
+    return collection_path.suffix == ".py" and not collection_path.name.startswith("test_") or None
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """Mark as ``long`` all cases of a test marked ``sample(n)`` except the first and one in n."""
-    sampled = set()
+    """Mark as ``long`` all cases of a test marked ``sample(n)`` except the first and one in n.
+
+    The groups that share processes take longest, and come first.
+    """
+    sampled, groups = set(), {item: group_of(item) for item in items}
+    items.sort(key=lambda item: [*SHARED, groups[item]].index(groups[item]))
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
         if marker := item.get_closest_marker("sample"):
             test = item.nodeid.partition("[")[0]
             if test in sampled and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
