@@ -32,7 +32,7 @@ def operands(seqlen_q=23, seqlen_kv=23, batch=2, dtype=jnp.float64):
 
 
 def passes(attend):
-    """Return what computes the output of an attention function and its gradients."""
+    """Return a function of the output of an attention function and its gradients."""
 
     def both(query, key, value, grad_output):
         output, pull = jax.vjp(attend, query, key, value)
@@ -55,10 +55,7 @@ def check(tensors, tolerance=1e-6, compiled=False, **options):
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
-        ((23, 23), {}),
-        ((23, 23), {"is_causal": True, "scale": 0.3}),
-        ((23, 23), {"local_window_size": 4}),
-        ((9, 30), {"is_causal": True}),
+        ((23, 23), {"local_window_size": 4, "scale": 0.3}),
         ((9, 30), {"local_window_size": (3, 1), "is_causal": True}),
         ((30, 9), {"is_causal": True}),
         ((30, 25), {"local_window_size": (6, 2)}),
@@ -78,8 +75,7 @@ def test_masks_and_lengths_match_jax():
     }
     check(operands(), mask=mask[:1, :1] | (np.arange(23) < 1), is_causal=True, **lengths)
     check(operands(), mask=mask, compiled=True)
-    for fewer in (mask[0], mask[0, 0]):
-        check(operands(), mask=fewer, scale=jnp.float64(0.3))
+    check(operands(), mask=mask[0, 0], scale=jnp.float64(0.3))
 
 
 def test_lengths_may_be_known_late():
@@ -96,12 +92,11 @@ def test_lengths_may_be_known_late():
 
 
 def test_narrow_dtypes_and_a_single_sequence_match_jax():
-    check([each[0] for each in operands(dtype=jnp.float32)], 1e-5, is_causal=True)
+    check([each[0] for each in operands(dtype=jnp.float32)], 1e-5)
     check(operands(dtype=jnp.bfloat16), 0.05, compiled=True, is_causal=True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("shape", [(2, 4, 9, 30), (1, 4, 9, 30), (2, 1, 1, 30), (9, 30)], ids=str)
+@pytest.mark.parametrize(("shape", "compiled"), [((2, 4, 9, 30), False), ((2, 1, 1, 30), True)])
 def test_biases_and_residuals_match_jax(shape, compiled):
     random = np.random.default_rng(2)
     bias, (query, key, value, grad_output) = random.standard_normal(shape), operands(9, 30)
@@ -112,7 +107,8 @@ def test_biases_and_residuals_match_jax(shape, compiled):
         (output, lse), pull = jax.vjp(attend, query, key, value, bias)
         return output, lse, *pull((grad_output, jnp.zeros_like(lse)))
 
-    wanted = both(jax.nn.dot_product_attention, query, key, value, jnp.asarray(bias))
+    reference = jax.jit(partial(both, jax.nn.dot_product_attention))
+    wanted = reference(query, key, value, jnp.asarray(bias))
     found = partial(both, partial(attention, num_tasks=3))
     found = (jax.jit(found) if compiled else found)(query, key, value, jnp.asarray(bias))
     for got, want in zip(found, wanted, strict=True):
