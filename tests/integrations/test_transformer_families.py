@@ -3,6 +3,7 @@
 Prefill and five tokens of greedy generation, with padding on either side, in float32.
 """
 
+import re
 from unittest import mock
 
 import pytest
@@ -13,62 +14,23 @@ from judged.tiny_configs import make_config
 import cqs
 from cqs.integrations.transformers import register
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-DECODERS = {
-    "ApertusForCausalLM": "",
-    "BioGptForCausalLM": "",
-    "BloomForCausalLM": "bias",
-    "Cohere2ForCausalLM": "",
-    "DeepseekV32ForCausalLM": "",
-    "DeepseekV3ForCausalLM": "",
-    "DogeForCausalLM": "bias",
-    "Ernie4_5ForCausalLM": "",
-    "Exaone4ForCausalLM": "",
-    "FalconForCausalLM": "bias",
-    "FlintForCausalLM": "sinks",
-    "GPT2LMHeadModel": "",
-    "GPTNeoXForCausalLM": "",
-    "Gemma2ForCausalLM": "softcap",
-    "Gemma3ForCausalLM": "",
-    "GemmaForCausalLM": "",
-    "Glm4ForCausalLM": "",
-    "GptOssForCausalLM": "sinks",
-    "GraniteForCausalLM": "",
-    "GraniteSWAForCausalLM": "sinks",
-    "HeliumForCausalLM": "",
-    "Llama4ForCausalLM": "",
-    "LlamaForCausalLM": "",
-    "MistralForCausalLM": "",
-    "MixtralForCausalLM": "",
-    "MptForCausalLM": "bias",
-    "NemotronForCausalLM": "",
-    "OPTForCausalLM": "",
-    "Olmo2ForCausalLM": "",
-    "Phi3ForCausalLM": "",
-    "Qwen2ForCausalLM": "",
-    "Qwen3ForCausalLM": "",
-    "Qwen3MoeForCausalLM": "",
-    "SmolLM3ForCausalLM": "",
-    "StableLmForCausalLM": "",
-    "Starcoder2ForCausalLM": "",
-    "VaultGemmaForCausalLM": "softcap",
+DECODERS = """
+    Apertus BioGpt Bloom Cohere2 DeepseekV3 DeepseekV32 Doge Ernie4_5 Exaone4 Falcon Flint GPTNeoX
+    Gemma Gemma2 Gemma3 Glm4 GptOss Granite GraniteSWA Helium Llama Llama4 Mistral Mixtral Mpt
+    Nemotron OPT Olmo2 Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2 VaultGemma
+""".split()
+ENCODER_DECODERS = "T5 Bart M2M100 MT5 SwitchTransformers T5Gemma UMT5".split()
+ENCODERS = "Bert ModernBert Swin ViT".split()
+MODELS = [f"{name}ForConditionalGeneration" for name in ENCODER_DECODERS]
+MODELS += [*(f"{name}ForCausalLM" for name in DECODERS), "GPT2LMHeadModel"]
+FEATURES = {
+    "bias": "Bloom Doge Falcon MT5 Mpt Swin SwitchTransformers T5 UMT5",
+    "sinks": "Flint GptOss GraniteSWA",
+    "softcap": "Gemma2 T5Gemma VaultGemma",
 }
-"""Model -> option of the scores that its layers use."""
-ENCODER_DECODERS = {
-    "BartForConditionalGeneration": "",
-    "M2M100ForConditionalGeneration": "",
-    "MT5ForConditionalGeneration": "bias",
-    "SwitchTransformersForConditionalGeneration": "bias",
-    "T5ForConditionalGeneration": "bias",
-    "T5GemmaForConditionalGeneration": "softcap",
-    "UMT5ForConditionalGeneration": "bias",
-}
-ENCODERS = {"BertModel": "", "ModernBertModel": "", "SwinModel": "bias", "ViTModel": ""}
-OTHERS = {"FalconForCausalLM": {"alibi": True}}
-"""Model -> options of its configuration beyond the tiny ones."""
-REFERENCE = {"FalconForCausalLM": "sdpa"}
-"""Model -> attention that is compared; Falcon's eager attention adds ALiBi twice."""
+"""Option of the scores -> models whose layers use it."""
 PADDINGS = {"left": (5, 0), "right": (0, 6)}
 calls = []
 
@@ -78,23 +40,17 @@ def counted(*args, **kwargs):
     return cqs.attention(*args, **kwargs)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    """Register an attention that counts its calls; the models are too small for threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with mock.patch("cqs.integrations.transformers.attention", counted):
-        register("cqs-counted", num_tasks=3)
-    yield
-    torch.set_num_threads(threads)
+with mock.patch("cqs.integrations.transformers.attention", counted):
+    register("cqs-counted", num_tasks=3)
 
 
 def make(name):
     kind = getattr(transformers, name)
     config = make_config(kind.config_class)
-    for option, value in OTHERS.get(name, {}).items():
-        setattr(config, option, value)
-    config._attn_implementation = REFERENCE.get(name, "eager")
+    is_falcon = name == "FalconForCausalLM"  # its eager attention adds ALiBi twice
+    if is_falcon:
+        config.alibi = True
+    config._attn_implementation = "sdpa" if is_falcon else "eager"
     torch.manual_seed(0)
     model = kind(config).eval()
     for parameter in model.parameters():
@@ -110,17 +66,19 @@ def batch_of(padding):
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def compared(name, feature, compute):
-    """Compare what two implementations compute, and check that cqs has computed the second."""
+def compare(name, compute):
+    """Compare results of two implementations, and check that cqs has computed the second."""
     model = make(name)
     expected = compute(model)
     calls.clear()
     model.set_attn_implementation("cqs-counted")
-    found = compute(model)
+    results = compute(model)
     assert calls, "the model keeps its own attention"
-    assert not feature or any(getattr(each, feature) is not None for each in calls)
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    family = re.sub("For(CausalLM|ConditionalGeneration)$|Model$", "", name)
+    for feature, families in FEATURES.items():
+        is_used = any(getattr(each, feature) is not None for each in calls)
+        assert is_used or family not in families.split()
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -133,20 +91,21 @@ def generated(model, batch):
     options |= {"return_dict_in_generate": True, "output_logits": True}
     if not is_decoder:
         options["decoder_start_token_id"] = 1
-    found = model.generate(**batch, **options)
-    assert len(found.logits) == 5
-    return [logits[mask] if is_decoder else logits, found.sequences, *found.logits]
+    generation = model.generate(**batch, **options)
+    assert len(generation.logits) == 5
+    return [logits[mask] if is_decoder else logits, generation.sequences, *generation.logits]
 
 
+@pytest.mark.sample(1000)  # the first alone
 @pytest.mark.parametrize("side", PADDINGS)
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("name", MODELS)
 def test_prefill_and_generation_match(name, side):
-    feature = (DECODERS | ENCODER_DECODERS)[name]
-    compared(name, feature, lambda model: generated(model, batch_of(PADDINGS[side])))
+    compare(name, lambda model: generated(model, batch_of(PADDINGS[side])))
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_match(name):
+@pytest.mark.long
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_match(family):
     def encoded(model):
         with torch.no_grad():
             if model.main_input_name == "pixel_values":
@@ -155,9 +114,10 @@ def test_encoders_match(name):
             batches = map(batch_of, PADDINGS.values())
             return [model(**each)[0][each["attention_mask"].bool()] for each in batches]
 
-    compared(name, ENCODERS[name], encoded)
+    compare(f"{family}Model", encoded)
 
 
+@pytest.mark.long
 def test_whisper_transcribes():
     def transcribed(model):
         sound = torch.randn(2, 80, 128, generator=torch.manual_seed(1))
@@ -165,9 +125,9 @@ def test_whisper_transcribes():
         with torch.no_grad():
             tokens = torch.ones(2, 4, dtype=torch.long)
             logits = model(input_features=sound, decoder_input_ids=tokens)[0]
-            found = super(type(model), model).generate(
+            generation = super(type(model), model).generate(
                 sound, decoder_input_ids=tokens, return_dict_in_generate=True, **options
             )
-        return [logits, found.sequences]
+        return [logits, generation.sequences]
 
-    compared("WhisperForConditionalGeneration", "", transcribed)
+    compare("WhisperForConditionalGeneration", transcribed)

@@ -1,26 +1,7 @@
 """Small models of transformers from their configurations, and batches for them."""
 
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    T5Gemma2Config,
-    T5Gemma2Model,
-)
+import transformers
 
 TOKENS, VOCABULARY = 33, 99
 _DECODER = {
@@ -34,35 +15,34 @@ _DECODER = {
 }
 _ENCODER = {key: value for key, value in _DECODER.items() if key != "num_key_value_heads"}
 FAMILIES = {
-    "Llama": (LlamaForCausalLM, LlamaConfig, _DECODER),
-    "Mistral": (MistralForCausalLM, MistralConfig, _DECODER | {"sliding_window": 7}),
+    "Llama": ("LlamaForCausalLM", _DECODER),
+    "Mistral": ("MistralForCausalLM", _DECODER | {"sliding_window": 7}),
     "Qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        "Qwen2ForCausalLM",
         _DECODER
         | {"num_key_value_heads": 2, "sliding_window": 9, "max_window_layers": 1}
         | {"use_sliding_window": True},
     ),
     "GptOss": (
-        GptOssForCausalLM,
-        GptOssConfig,
+        "GptOssForCausalLM",
         _DECODER
         | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 7}
         | {"experts_implementation": "eager"},
     ),
-    "Bert": (BertModel, BertConfig, _ENCODER),
+    "Bert": ("BertModel", _ENCODER),
 }
 
 
 def config_of(family, **options):
-    _, config, arguments = FAMILIES[family]
-    return config(**arguments | options)
+    name, arguments = FAMILIES[family]
+    return getattr(transformers, name).config_class(**arguments | options)
 
 
 def make_model(family, **options):
     """Return a model with random weights, the same in every call, in float64."""
     torch.manual_seed(0)
-    return FAMILIES[family][0](config_of(family, **options)).double().eval()
+    kind = getattr(transformers, FAMILIES[family][0])
+    return kind(config_of(family, **options)).double().eval()
 
 
 def reference_of(family):
@@ -126,23 +106,20 @@ def _of_t5_gemma2():
     """Its decoder concatenates the masks of its own tokens and of the encoder's."""
     text = _DECODER | {"head_dim": 8, "sliding_window": 4}
     text["layer_types"] = ["sliding_attention", "full_attention"]
-    vision = {key: _ENCODER[key] for key in ("hidden_size", "intermediate_size")}
-    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    vision = _VISION | {"image_size": 16, "patch_size": 8}
     encoder = {"text_config": text, "vision_config": vision}
-    config = T5Gemma2Config(encoder=encoder, decoder=text, image_token_index=VOCABULARY - 1)
-    return T5Gemma2Model(config), _padded((5, 0), (0, 3)) | {"decoder_input_ids": token_ids(2, 9)}
+    options = {"encoder": encoder, "decoder": text, "image_token_index": VOCABULARY - 1}
+    return "T5Gemma2Model", options, _padded((5, 0), (0, 3)) | _DECODED
 
 
 def _of_siglip2():
     """Its pooling layer repeats the mask for every head and turns it into numbers."""
-    options = {key: _ENCODER[key] for key in ("hidden_size", "intermediate_size")}
-    options |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
     batch = {
         "pixel_values": torch.randn(2, 16, 48, generator=torch.manual_seed(1)).double(),
         "pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [4]])).long(),
         "spatial_shapes": torch.tensor([[4, 4], [2, 2]]),
     }
-    return Siglip2VisionModel(Siglip2VisionConfig(num_patches=16, **options)), batch
+    return "Siglip2VisionModel", _VISION | {"num_patches": 16, "patch_size": 4}, batch
 
 
 def _of_gemma4():
@@ -151,28 +128,50 @@ def _of_gemma4():
     options |= {"num_kv_shared_layers": 2, "sliding_window": 4, "hidden_size_per_layer_input": 8}
     options |= {"vocab_size_per_layer_input": VOCABULARY, "num_global_key_value_heads": 4}
     options["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    batch = _padded((5, 0), (0, 0)) | {"logits_to_keep": 3}
-    return Gemma4ForCausalLM(Gemma4TextConfig(**options)), batch
+    return "Gemma4ForCausalLM", options, _padded((5, 0), (0, 0)) | {"logits_to_keep": 3}
 
 
 def _of_qwen2_moe():
     """Its default window is 0, of a mask that no layer uses."""
     options = _DECODER | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    config = Qwen2MoeConfig(num_experts=4, **options)
-    config._experts_implementation = "eager"
-    return Qwen2MoeForCausalLM(config), _padded((5, 0), (0, 3))
+    options |= {"num_experts": 4, "experts_implementation": "eager"}
+    return "Qwen2MoeForCausalLM", options, _padded((5, 0), (0, 3))
 
 
+def _of_bigbird_pegasus():
+    """Its encoder adds the mask to its scores, the decoder asks cqs."""
+    options = _PARTS | {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    options["attention_type"] = "original_full"
+    return "BigBirdPegasusModel", options, _padded((5, 0), (0, 3)) | _DECODED
+
+
+def _of_moonshine():
+    """Its layers set is_causal by their mask."""
+    options = _PARTS | {"hidden_size": 32, "intermediate_size": 32}
+    options |= {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    options |= {f"{part}_num_attention_heads": 2 for part in ("encoder", "decoder")}
+    sound = torch.randn(2, 2000, generator=torch.manual_seed(1)).double()
+    return "MoonshineModel", options, {"input_values": sound} | _DECODED
+
+
+_VISION = {"hidden_size": 32, "intermediate_size": 48}
+_VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+_PARTS = {"vocab_size": VOCABULARY, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+_DECODED = {"decoder_input_ids": token_ids(2, 9)}
 THAT_READ_THE_MASK = {
     "T5Gemma2": _of_t5_gemma2,
     "Siglip2": _of_siglip2,
     "Gemma4": _of_gemma4,
     "Qwen2Moe": _of_qwen2_moe,
+    "BigBirdPegasus": _of_bigbird_pegasus,
+    "Moonshine": _of_moonshine,
 }
+"""Family -> function that returns the name of a model, options and a batch."""
 
 
 def make_model_that_reads_the_mask(family):
     """Return a model with random weights in float64, and a batch for it."""
     torch.manual_seed(0)
-    model, batch = THAT_READ_THE_MASK[family]()
-    return model.double().eval(), batch
+    name, options, batch = THAT_READ_THE_MASK[family]()
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**options)).double().eval(), batch
