@@ -8,9 +8,9 @@ from sentence_transformers import SentenceTransformer
 
 from cqs.integrations.transformers import register
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
-SENTENCES = 50
+SENTENCES = 10
 
 
 def load(implementation):

@@ -24,10 +24,9 @@ def test_three_ranks_have_the_losses_of_torchtitan_in_one_process(tmp_path):
     command = [sys.executable, ROOT / "tests/integrations/titan_runs.py", tmp_path]
     subprocess.run(command, env=environment, timeout=600, check=True)
     expected = json.loads((tmp_path / "flex.json").read_text())
-    found = json.loads((tmp_path / "cqs.json").read_text())
-    assert len(found) == len(expected) == 6
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-5
-    assert expected[-1] < expected[0] - 0.05
+    losses = json.loads((tmp_path / "cqs.json").read_text())
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert len(expected) == 3 and expected[-1] < expected[0] - 0.02
 
 
 def test_what_is_not_supported_raises():
@@ -83,14 +82,14 @@ def test_gpt_oss_keeps_its_windows_and_sinks(monkeypatch):
         masks = [get_causal_mask_mod()]
         if window is not None:
             masks.append(lambda b, h, q, k: q - k < 128)  # noqa: B023
-        block_mask = create_block_mask(and_masks(*masks), 1, None, 300, 300, "cpu")
+        block_mask = create_block_mask(and_masks(*masks), 1, None, 150, 150, "cpu")
         modules = [each.attention.build() for each in (own, ours)]
         torch.manual_seed(0)
         for parameter in modules[0].parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         torch.nn.init.normal_(modules[0].sinks)
         modules[1].load_state_dict(modules[0].state_dict())
-        x, positions, found = torch.randn(1, 300, 256), torch.arange(300)[None], []
+        x, positions, found = torch.randn(1, 150, 256), torch.arange(150)[None], []
         for module, mask in zip(modules, (block_mask, causal()), strict=True):
             output = module(x, mask, positions)
             output.square().mean().backward()

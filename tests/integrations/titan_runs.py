@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-SEQLEN, VOCABULARY, STEPS = 48, 64, 6
+SEQLEN, VOCABULARY, STEPS = 48, 64, 3
 
 # Torchtitan supports accelerators only: a CPU lacks these functions of its device.
 _CPU = types.ModuleType("device")

@@ -9,15 +9,14 @@ from transformers import TrainerCallback
 
 from examples.trainer import find_checkpoint, make_trainer
 
-STEPS = 50
-SAVED = 20
+RANKS, STEPS, SAVED = 2, 9, 4
 
 
 class Killed(TrainerCallback):
     """End the process after the first checkpoint, within a step."""
 
     def on_pre_optimizer_step(self, args, state, control, **options):
-        if state.global_step == SAVED + 3:
+        if state.global_step == SAVED + 2:
             os._exit(0)
 
 
@@ -40,10 +39,10 @@ def _run(num_ranks, attention, directory, *, is_killed=False):
 if __name__ == "__main__":
     top = Path(sys.argv[1])
     _run(1, "sdpa", top / "one")
-    _run(3, "cqs", top / "three")
-    _run(3, "cqs", top / "resumed", is_killed=True)
+    _run(RANKS, "cqs", top / "ranks")
+    _run(RANKS, "cqs", top / "resumed", is_killed=True)
     assert [path.name for path in (top / "resumed").iterdir()] == [f"checkpoint-{SAVED}"]
     partial = top / "resumed" / f"checkpoint-{2 * SAVED}"  # as if the run was killed while it wrote
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"")
-    _run(3, "cqs", top / "resumed")
+    _run(RANKS, "cqs", top / "resumed")
