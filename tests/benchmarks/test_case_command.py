@@ -1,12 +1,14 @@
 """``python -m benchmarks case-study`` measures, tabulates and plots, and appends its rows."""
 
 import pytest
+from case_rows import make_cases
 
 from benchmarks.__main__ import main
 from benchmarks.case_measurement import CaseRow
+from benchmarks.plots import case_study
 from cqs.report.measurement import read_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SMALL = ["case-study", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
 
@@ -26,19 +28,18 @@ def test_rows_are_appended_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("plot", "quantity"),
     [
-        (["--seqlen", "60,0"], "--seqlen must be at least 1, got 0"),
-        (["--tasks", "0"], "--tasks must be at least 1, got 0"),
+        (case_study.plot_longest, lambda row: row.held_tokens),
+        (case_study.plot_longest_times, lambda row: row.median_ms),
+        (case_study.plot_ratios, lambda row: row.ratio),
     ],
 )
-def test_impossible_options_are_refused(capsys, options, message):
-    assert main([*SMALL, "--seqlen", "60", *options]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("options", [["--executor", "ray"], ["--backward"], ["--workers", "2"]])
-def test_options_of_reports_are_rejected(capsys, options):
-    with pytest.raises(SystemExit, match="2"):
-        main([*SMALL, *options])
-    assert options[0] in capsys.readouterr().err.splitlines()[-1]
+def test_every_number_of_workers_has_a_line(plot, quantity):
+    rows = make_cases()
+    lines = {line.get_label(): line for line in plot(rows).lines}
+    for number in {row.num_tasks for row in rows}:
+        points = [(row.tokens, quantity(row)) for row in rows if row.num_tasks == number]
+        assert lines[f"W = {number}"].get_xydata().tolist() == [
+            pytest.approx(point) for point in points
+        ]

@@ -16,6 +16,8 @@ from benchmarks.event_simulation import (
     simulate_tasks,
 )
 
+pytestmark = pytest.mark.long
+
 HOUR = 3600.0
 FAILING = FaultModel(mtbf_hours=1.0, detection_seconds=5.0, repair_seconds=60.0)
 
@@ -31,7 +33,7 @@ def mean(simulate, trials=2000):
     return seconds.mean(), 4 * seconds.std() / math.sqrt(trials)
 
 
-@pytest.mark.parametrize(("num_tasks", "num_devices"), [(1, 1), (7, 7), (8, 3), (3, 8), (64, 4)])
+@pytest.mark.parametrize(("num_tasks", "num_devices"), [(1, 1), (8, 3), (3, 8)])
 def test_without_faults_calls_take_the_analytic_time(num_tasks, num_devices):
     outcome = simulate_tasks(2.5, num_tasks, num_devices, FaultModel(), rng())
     assert outcome.seconds == 2.5 * math.ceil(num_tasks / num_devices)
@@ -43,7 +45,7 @@ def test_without_faults_calls_take_the_analytic_time(num_tasks, num_devices):
         assert steps.num_failures == outcome.num_failures == steps.lost_seconds == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_tasks", "num_devices"), [(1, 1), (40, 7), (5, 9)])
 def test_every_task_is_finished_once_and_no_device_does_two(seed, num_tasks, num_devices):
     faults = FaultModel(0.05, 5.0, 30.0, 0.3, 2.0, (0.8, 1.0, 1.1, 1.5))
@@ -83,43 +85,6 @@ def test_steps_with_failures_take_what_the_formula_says():
     )
     part = (math.exp(rate * work / 4) - 1) * (1 / rate + FAILING.repair_seconds)
     assert abs(saved - 4 * part) < error < 0.1 * expected
-
-
-def test_a_task_alone_takes_what_the_formula_says():
-    rate, work = 1 / HOUR, 1800.0
-    expected = (math.exp(rate * work) - 1) * (1 / rate + FAILING.repair_seconds)
-    found, error = mean(lambda generator: simulate_tasks(work, 1, 1, FAILING, generator))
-    assert abs(found - expected) < error < 0.1 * expected
-
-
-@pytest.mark.parametrize(
-    "simulate",
-    [
-        lambda faults, generator: simulate_tasks(30.0, 24, 8, faults, generator),
-        lambda faults, generator: simulate_steps(11.25, 8, 8, faults, generator),
-        lambda faults, generator: simulate_steps(11.25, 8, 8, faults, generator, num_saves=2),
-    ],
-    ids=["tasks", "steps", "saved"],
-)
-def test_more_faults_are_never_faster_on_average(simulate):
-    def seconds(**faults):
-        faults = FaultModel(detection_seconds=5, repair_seconds=20, **faults)
-        return mean(lambda generator: simulate(faults, generator), trials=400)
-
-    worse = [seconds(mtbf_hours=hours) for hours in (math.inf, 2.0, 0.5, 0.1)]
-    assert worse[0] == (90.0, 0.0)
-    for (less, _), (more, error) in pairwise(worse):
-        assert more > less + error / 4
-    slow = [seconds(slow_share=share, slow_factor=1.5)[0] for share in (0.0, 0.1, 0.5, 1.0)]
-    assert slow == sorted(slow) and slow[-1] == 135.0
-    varying = seconds(relative_times=(1.0, 1.0, 1.2))[0]
-    assert 90.0 < varying < 108.0
-
-
-def test_what_steps_lose_is_what_all_devices_did():
-    outcome = simulate_steps(100.0, 1, 50, FaultModel(mtbf_hours=2.0), rng(3))
-    assert outcome.num_failures > 0
-    assert outcome.lost_seconds == pytest.approx(50 * (outcome.seconds - 100.0))
 
 
 def test_the_longest_of_many_draws_is_drawn_as_such():
@@ -188,26 +153,6 @@ def test_the_command_simulates_failures_and_draws(capsys, tmp_path, rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_the_command_draws_forecasts(tmp_path):
-    picture = tmp_path / "forecasts.svg"
-    options = "--devices 8,64,4096 --kv-heads 8 --slack 1".split()
-    assert main(["simulate", *options, "--picture", str(picture)]) == 0
-    assert "<svg" in picture.read_text()
-
-
-def test_slack_saves_memory_and_takes_no_more_time_than_it_may(capsys):
-    def of_quorums(*options):
-        assert main(["simulate", *"--devices 256 --kv-heads 8 --no-causal".split(), *options]) == 0
-        (line,) = (row for row in capsys.readouterr().out.splitlines() if " cqs  " in row)
-        *_, milliseconds, unit, _, _, _, peak = line.removesuffix("<").split()
-        assert unit == "ms"
-        return float(milliseconds), float(peak)
-
-    fastest, frugal = of_quorums(), of_quorums("--slack", "1")
-    assert fastest[0] <= frugal[0] <= 1.01 * fastest[0] and frugal[1] < 0.8 * fastest[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -225,9 +170,3 @@ def test_impossible_simulations_are_rejected(capsys, options, message):
     assert main(["simulate", "--devices", "8", "--mtbf", "opt", *options]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("options", ["--mtbf=", "--mtbf=gpt", "--slow=0.1", "--slow=a:b"])
-def test_options_that_cannot_be_read_are_refused(options):
-    with pytest.raises(SystemExit):
-        main(["simulate", options])

@@ -11,6 +11,7 @@ from benchmarks.explorer import MOST_TASKS, make_data, write_script
 from benchmarks.figures import EXPLORER_DATA, ROOT
 from cqs.patterns import sliding_window
 
+pytestmark = pytest.mark.long
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 

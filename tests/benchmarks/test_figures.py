@@ -5,7 +5,7 @@ import pytest
 from benchmarks.figures import EXPLORER_DATA, FIGURES, ROOT, run
 from benchmarks.tables import find_pages
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_all_figures_are_drawn_and_shown(tmp_path, monkeypatch):

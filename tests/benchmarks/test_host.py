@@ -12,6 +12,7 @@ from benchmarks import host
 from benchmarks.__main__ import main
 from cqs.executors.verify import VerificationError
 
+pytestmark = pytest.mark.long
 PASSES = ("forward", "forward, recorded", "forward + backward")
 
 
@@ -35,7 +36,6 @@ def test_rows_of_one_process(few_calls, tmp_path, capsys, one_thread):
         assert (row["details"]["over_us"] == 0) == is_baseline
 
 
-@pytest.mark.slow
 def test_rows_of_ranks_come_from_the_first(few_calls, tmp_path):
     out = tmp_path / "rows.jsonl"
     run_as_torchrun(2, run_benchmark, str(out))

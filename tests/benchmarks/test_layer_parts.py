@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from benchmarks.plots.layer_parts import plot_parts
 from cqs.executors.verify import VerificationError
 from cqs.patterns import sliding_window
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_size": 64}
 LAYOUTS = {"hybrid 2x2": (2, 2), "sequence 4x1": (4, 1)}
@@ -81,27 +80,3 @@ def test_alone_it_needs_no_torchrun(monkeypatch, tmp_path, capsys):
     ends = {bar.get_y(): bar.get_x() + bar.get_width() for bar in axes.patches}
     sums = [sum(row["details"][f"{part}_ms"] for part in layer_parts.PARTS) for row in rows]
     assert list(ends.values()) == pytest.approx(sums)
-
-
-def test_rows_of_a_case_stand_together():
-    row = block.Measurement("block step", "a", "x", 2, "x", "float32", 1, 1, 1, 1, 1)
-    row = replace(row, details={f"{part}_ms": 1.0 for part in layer_parts.PARTS})
-    rows = [replace(row, case=case, executor=by) for by in "xy" for case in "ab"]
-    axes = plot_parts(rows)
-    labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    assert labels == ["a  x", "a  y", "b  x", "b  y"]
-    with pytest.raises(ValueError, match="no rows"):
-        plot_parts([])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", "0"], "--heads must be at least 1, got 0"),
-        (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(options, message, capsys):
-    assert main(["block", *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1

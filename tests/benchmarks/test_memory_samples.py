@@ -8,6 +8,8 @@ from benchmarks.memory_samples import record_memory, samples_of_snapshot
 from benchmarks.plots.memory import plot_memory
 from cqs.worker.memory import measure_peak_bytes
 
+pytestmark = pytest.mark.long
+
 
 def allocate(device):
     first = torch.ones(2**20, device=device)

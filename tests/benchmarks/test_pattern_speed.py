@@ -12,6 +12,7 @@ from benchmarks import patterns
 from benchmarks.cases import visible_mask
 from cqs.problem import check_problem
 
+pytestmark = pytest.mark.long
 TOKENS = 1024
 FOUND = {case.name: case for case in patterns.make_forms(TOKENS)}
 EVERY_PATTERN = pytest.mark.parametrize("name", FOUND)
@@ -39,16 +40,6 @@ def test_block_mask_is_that_of_pytorch(name):
             assert torch.equal(*(each.sort().values for each in found))
 
 
-def test_block_sparse_kernels_attend_to_the_blocks_of_the_pattern(one_thread):
-    pytest.importorskip("triton")
-    case = FOUND["bigbird-128"]
-    tensors = (torch.randn(1, 1, TOKENS, 16) for _ in range(3))
-    problem = check_problem(*tensors, pattern=case.pattern)
-    expected = patterns._naive(problem, visible_mask(problem))
-    found = patterns._block_sparse(problem, case.layout)()
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
 def test_passes_of_all_contenders_agree(monkeypatch):
     def by_definition(problem, mask):  # PyTorch's has no backward pass on a CPU
         return lambda: patterns._naive(problem, visible_mask(problem))
@@ -63,7 +54,6 @@ def test_passes_of_all_contenders_agree(monkeypatch):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is a benchmark")
 def test_rows_are_kept(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"

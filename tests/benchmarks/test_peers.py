@@ -15,12 +15,11 @@ from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
-from benchmarks.peer_methods.kernel_calls import make_kernel_call
 from benchmarks.peer_methods.ring import Ring
 from cqs.executors.verify import VerificationError
 from cqs.worker import Worker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CASES = (
     Case("square", 48, 48, num_heads=24, num_kv_heads=24, batch=2),
@@ -31,7 +30,6 @@ REFUSED = {
     ("few-key-heads", 2): {"ulysses in two"},
     ("few-key-heads", 3): {"ulysses", "ulysses in two"},
     ("few-key-heads", 4): {"ulysses in two"},
-    ("few-key-heads", 6): {"ulysses in two"},
 }
 
 
@@ -63,7 +61,7 @@ def largest_errors(group, case):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
     refused = {"one each", "cqs replayed", "ulysses padded", "torch", "torch all-to-all"}
     refused |= REFUSED.get((case.name, num_ranks), set()) | ({"grid"} if num_ranks < 4 else set())
@@ -87,22 +85,6 @@ def test_padded_heads_are_exact(ranks, num_ranks):
         assert found["ulysses padded"] < 1e-12
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
-def test_zig_zag_gives_every_rank_as_many_pairs_at_each_hop(num_ranks):
-    last = 2 * num_ranks - 1
-    pairs = []
-    for rank in range(num_ranks):
-        calls = [make_kernel_call((rank, last - rank), ((0, rank), (1, last - rank)), 4, True)]
-        for hop in range(1, num_ranks):
-            source = (rank - hop) % num_ranks
-            calls.append(
-                make_kernel_call((rank, last - rank), ((0, source), (1, last - source)), 4, True)
-            )
-        assert all(len(call.steps) == len(call.steps[0].blocks()) == 1 for call in calls)
-        pairs.append([sum(step.live_pairs for step in call.steps) for call in calls])
-    assert pairs == [[36, *[32] * (num_ranks - 1)]] * num_ranks
-
-
 class Forgetful(Ring):
     """Loses what one rank computes of the second half of its queries alone."""
 
@@ -113,24 +95,17 @@ class Forgetful(Ring):
         return partial, rows
 
 
-def measured(group, out, wrong, backend=None):
+def measured(group, out, wrong):
     """Return the rows of a small benchmark, or what it raises."""
     problem = Case("peers", 48, 48, 4, 2, is_causal=True).make()
     METHODS["ring"] = Forgetful if wrong else Ring
     grad = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(0))
     try:
-        options = {"repeats": 2, "backend": backend, "out": out}
-        return peers.measure(group, list(METHODS), problem, grad, **options)
+        return peers.measure(group, list(METHODS), problem, grad, repeats=2, out=out)
     except VerificationError as error:
         return str(error)
     finally:
         METHODS["ring"] = Ring
-
-
-def test_rows_say_whose_kernels_they_are_of(ranks):
-    for backend in ("reference", "best"):
-        rows, _ = ranks.run(2, measured, None, False, backend)
-        assert {row.case for row in rows} == {f"causal-48-h4-kv2-d16-{backend}"}
 
 
 def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
@@ -148,11 +123,6 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     ]
 
 
-def measured_forward(group):
-    problem = Case("forward", 48, 48, 4, 2).make()
-    return peers.measure(group, list(METHODS), problem, None, repeats=1, backend="reference")
-
-
 def test_methods_of_nccl_run_in_processes_with_one_connection():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert peers._separate(["one", "cqs"]) == []
@@ -161,16 +131,6 @@ def test_methods_of_nccl_run_in_processes_with_one_connection():
         (["one", "ring", "ulysses"], one),
         (["cqs", "one"], {}),
     ]
-
-
-def test_the_forward_pass_is_measured_alone(ranks):
-    rows, _ = ranks.run(2, measured_forward)
-    assert {row.benchmark for row in rows} == {"peers forward"}
-
-
-def left_out(group):
-    """Return the rows of a benchmark of what cannot take the problem."""
-    return peers.measure(group, ["ring"], Case("uneven", 51, 51).make(), None, repeats=1)
 
 
 def looped(group):
@@ -192,10 +152,6 @@ def test_loops_take_the_time_of_the_slowest_rank(ranks):
     assert calls == {"short": 3 * 20, "long": 3 * 2}
 
 
-def test_without_a_method_that_can_there_are_no_rows(ranks):
-    assert ranks.run(2, left_out) == [[], []]
-
-
 def test_a_wrong_method_stops_every_rank(ranks):
     first, *others = ranks.run(3, measured, None, True)
     assert "ring: " in first and others == [first] * 2
@@ -206,23 +162,6 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
     assert main(["peers"]) == 2
     assert "torchrun --nproc-per-node" in capsys.readouterr().err
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
-        (["peers", "--seqlen", "64K,0"], "--seqlen must be at least 1, got 0"),
-        (["peers", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["peers", "--kv-heads", "0"], "--kv-heads must be at least 1, got 0"),
-        (["accuracy", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_options_are_refused_in_one_line(options, message, capsys):
-    assert main(options) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 def test_fewer_than_two_tokens_for_each_rank_are_refused(monkeypatch, capsys):

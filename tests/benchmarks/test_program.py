@@ -31,23 +31,6 @@ def test_more_work_than_can_be_done_is_refused_at_once(capsys, options, name):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["kernels", "--heads", "2"],
-        ["ray", "--only", "cqs"],
-        ["tasks", "--seqlen", "8,16"],
-        ["block", "--causal", "yes"],
-        ["peers", "--failures", "1"],
-    ],
-    ids=" ".join,
-)
-def test_options_of_other_benchmarks_are_rejected(capsys, options):
-    with pytest.raises(SystemExit, match="2"):
-        main(options)
-    assert options[1] in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "options",
     [["--fit"], ["--check"], ["--mtbf", "opt", "--spread"]],
     ids=lambda options: options[-1],
 )
@@ -59,19 +42,6 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
         assert main(["simulate", *options, path]) == 2
         output, error = capsys.readouterr()
         assert output == "" and path in error
-
-
-def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with open("rows.jsonl", "w") as file:
-        file.truncate(10 * 2**30)
-    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
-    assert "must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
-    os.remove("rows.jsonl")
-    with open("rows.jsonl", "w") as file:
-        file.write("[" * 100_000)
-    assert main(["simulate", "--fit", "rows.jsonl"]) == 2
-    assert "rows.jsonl', line 1" in capsys.readouterr().err
 
 
 def test_pictures_replace_nothing_that_is_read(tmp_path, monkeypatch, capsys):
@@ -104,3 +74,27 @@ def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
     error = capsys.readouterr().err
     assert repr(name) in error and error.count("\n") == 1
     assert written_files() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["kernels", "--heads", "2"], "--heads"),
+        (["block", "--causal", "yes"], "--causal"),
+        (["case-study", "--backward"], "--backward"),
+        (["simulate", "--slow=0.1"], "--slow"),
+        (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
+        (["peers", "--seqlen", "64K,0"], "--seqlen must be at least 1, got 0"),
+        (["block", "--heads", "0"], "--heads must be at least 1, got 0"),
+        (["case-study", "--tasks", "0"], "--tasks must be at least 1, got 0"),
+        (["sharded", "--failures", "-1"], "--failures must be at least 0, got -1"),
+        (["simulate", "--check", "missing.jsonl"], "missing.jsonl"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_refused_with_their_name(capsys, options, message):
+    try:
+        assert main(options) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -6,9 +6,11 @@ import types
 import pytest
 import torch
 
-from benchmarks import ray, sharded
+from benchmarks import sharded
 from benchmarks.__main__ import main
 from cqs.executors.verify import VerificationError
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -44,36 +46,19 @@ def test_rows_of_calls_and_failures(few_layers, tmp_path):
         assert row["details"]["longest_ms"] == pytest.approx(row["median_ms"])
 
 
-@pytest.mark.ray
-def test_rows_of_tasks_on_actors(ray_session, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    assert main(["ray", "--seqlen", "700", "--repeats", "1", "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    per_case = [("ray", 7), ("ray", 13), ("ray both", 7), ("ray both", 13), ("ray failure", 13)]
-    assert [(row["benchmark"], row["num_tasks"]) for row in rows] == 2 * per_case
-    assert [row["case"].split("-")[0] for row in rows] == 5 * ["full"] + 5 * ["causal"]
-    assert len({row["executor"] for row in rows}) == 1
-    for row in rows:
-        parts = [row["details"][part] for part in ray._PARTS.values()] if row["details"] else []
-        assert sum(parts) == pytest.approx(row["median_ms"] / 1e3 if parts else 0, rel=0.01)
-        assert row["baseline"] == (
-            "undisturbed" if row["benchmark"] == "ray failure" else "one process"
-        )
-
-
-@pytest.mark.parametrize("moment", ["any moment", "any call", "compute"])
 @pytest.mark.parametrize("wrong", ["undisturbed", "after a kill"])
-def test_a_result_that_changes_is_an_error(monkeypatch, wrong, moment):
+def test_a_result_that_changes_is_an_error(monkeypatch, wrong):
     answers = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
     if wrong == "after a kill":
         answers.insert(0, torch.zeros(3))
     passes = iter(answers)
-    for run in ("_run_in_one_call", "_run_in_calls"):
-        monkeypatch.setattr(sharded, run, lambda *_: sharded._Run(0.01, [], next(passes)))
+    monkeypatch.setattr(
+        sharded, "_run_in_one_call", lambda *_: sharded._Run(0.01, [], next(passes))
+    )
     cluster = types.SimpleNamespace(pids=[1, 2])
     message = "undisturbed runs differ" if wrong == "undisturbed" else "after 1 workers"
     with pytest.raises(VerificationError, match=message):
-        sharded._time_failures(cluster, None, "case", 1, moment)
+        sharded._time_failures(cluster, None, "case", 1, "any moment")
 
 
 def test_a_run_without_a_failure_does_not_count(monkeypatch):
@@ -94,15 +79,3 @@ def test_failures_at_unknown_moments_are_rejected():
         sharded.run(failures=1, only="return,x")
     with pytest.raises(ValueError, match="only='return'"):
         sharded.run(only="return")
-
-
-@pytest.mark.ray
-def test_failures_require_two_actors(ray_session):
-    with pytest.raises(ValueError, match="at least two workers, got 1"):
-        sharded.run(tokens=[64], workers=1, failures=1)
-
-
-def test_numbers_that_are_too_small_are_rejected(capsys):
-    for option, least in (("--workers", 1), ("--failures", 0)):
-        assert main(["sharded", option, str(least - 1)]) == 2
-        assert option in capsys.readouterr().err

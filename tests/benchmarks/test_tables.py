@@ -5,7 +5,7 @@ import pytest
 from benchmarks.result_tables import TABLES
 from benchmarks.tables import find_pages, table_names, update
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_all_tables_are_up_to_date(each_fit_once):
