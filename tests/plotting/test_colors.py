@@ -35,9 +35,7 @@ def neighbours(plan):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("num_tasks", "least"), [(3, 45), (7, 20), (8, 18), (13, 14), (31, 8), (111, 3.9)]
-)
+@pytest.mark.parametrize(("num_tasks", "least"), [(3, 45), (8, 18), (31, 8), (111, 3.9)])
 def test_neighbours_can_be_told_apart(num_tasks, least, is_causal):
     """A difference of 1 is about the smallest that is seen."""
     first, second = neighbours(make_plan(4 * num_tasks, num_tasks=num_tasks, is_causal=is_causal))
@@ -46,6 +44,7 @@ def test_neighbours_can_be_told_apart(num_tasks, least, is_causal):
     assert difference.min() >= least, dict(zip(SIGHTS, difference.min(axis=1), strict=True))
 
 
+@pytest.mark.long
 def test_every_colour_is_the_furthest_from_those_before_it():
     levels = np.round(np.linspace(0, 255, 24)) / 255
     candidates = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(-1, 3)
