@@ -1,7 +1,6 @@
 """Run suites and print their table: ``python -m tests.judged [SUITE ...]``."""
 
 import argparse
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from cqs.report.measurement import _commit
 
 from . import SUITES
-from .framework import Verdict, format_table, judge
+from .framework import format_table, judge, replace_row
 
 
 def main() -> int:
@@ -30,21 +29,14 @@ def main() -> int:
         suite = import_module(f"{__package__}.{name}").suite()
         verdicts.append(judge(suite, _print_failure))
         if options.out is not None:
-            _replace_row(options.out, verdicts[-1])
+            row = verdicts[-1].as_row() | {"torch_version": torch.__version__, "commit": _commit()}
+            replace_row(options.out, "suite", row)  # at once: all suites together take long
     print(format_table(verdicts))
     return int(any(each.failed for each in verdicts))
 
 
 def _print_failure(case: str, error: str) -> None:
     print(f"FAILED {case}: {error}", flush=True)
-
-
-def _replace_row(path: Path, verdict: Verdict) -> None:
-    """Write a suite's row at once, because all suites together take long."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [row for row in rows if row["suite"] != verdict.suite]
-    rows.append(verdict.as_row() | {"torch_version": torch.__version__, "commit": _commit()})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 import cqs
 from cqs.patterns import Pattern, causal, from_mask, sliding_window
 
-from .framework import NUM_TASKS, Case, Suite
+from .framework import NUM_TASKS, Case, Suite, with_gradients
 from .sources import module_of, unpacked
 
 VERSION = "4.0.0b36"
@@ -86,13 +86,13 @@ def _check(
         ours["scores"] = cqs.Scores(sinks=asked["learnable_sink"])
     if softcap:
         ours["scores"] = cqs.Scores(softcap=softcap)
-    found = _with_gradients(partial(_by_cqs, ours), operands)
-    exact = _with_gradients(lambda *each: reference(*each, **asked)[0], operands)
+    found = with_gradients(partial(_by_cqs, ours), operands)
+    exact = with_gradients(lambda *each: reference(*each, **asked)[0], operands)
     plain = partial(reference, upcast=False, reorder_ops=True, **asked)
-    eager = _with_gradients(lambda *each: plain(*each)[0], operands)
+    eager = with_gradients(lambda *each: plain(*each)[0], operands)
     peers = [eager]
     if device == "cpu":
-        peers.append(_with_gradients(partial(_by_pytorch, ours, lengths), operands))
+        peers.append(with_gradients(partial(_by_pytorch, ours, lengths), operands))
     for part, name in enumerate(("O", "dQ", "dK", "dV")):
         got, want = found[part], exact[part]
         worst = max((peer[part] - want).abs().max() for peer in peers)
@@ -124,10 +124,3 @@ def _chunks(size: int, lengths: tuple[int, int]) -> Pattern:
     start = position - position % size
     key = torch.arange(lengths[1])
     return from_mask((key >= start) & (key < start + size))
-
-
-def _with_gradients(function: Any, operands: list[Tensor]) -> tuple[Tensor, ...]:
-    output = function(*operands)
-    generator = torch.Generator().manual_seed(1)
-    gradient = torch.randn(output.shape, generator=generator).to(output)
-    return output.detach(), *torch.autograd.grad(output, operands, gradient)

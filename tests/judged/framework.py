@@ -5,11 +5,13 @@ results and tolerances from the other project, and calls the public functions of
 options that the case names, also those that cqs does not support.
 """
 
+import json
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
@@ -194,6 +196,13 @@ def with_gradients(
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     gradients = torch.autograd.grad(output, operands, gradient.bfloat16().to(output.dtype))
     return output.detach(), *gradients
+
+
+def replace_row(path: Path, key: str, row: dict[str, Any]) -> None:
+    """Write a row of a file of JSON objects in place of the one with the same value of a key."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = {each[key]: each for each in map(json.loads, lines)} | {row[key]: row}
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows.values()))
 
 
 def as_tensor(values: Any) -> Tensor:

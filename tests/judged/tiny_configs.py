@@ -1,8 +1,10 @@
 """Tiny configurations of every family of transformers, and inputs for their models."""
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,35 +13,8 @@ from transformers import PreTrainedConfig
 
 LENGTH = 17
 _VOCABULARY = 99
-_SIZES = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "d_model": 32,
-    "head_dim": 16,
-    "d_kv": 16,
-    "v_head_dim": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 64,
-    "image_size": 32,
-    "num_channels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+_OPTIONS = json.loads(Path(__file__).with_name("tiny_options.json").read_text())
+_SIZES: dict[str, int] = _OPTIONS["sizes"]
 """Option -> value, for configurations that have the option."""
 _EVEN_IF_NONE = {
     *("head_dim", "num_key_value_heads", "vocab_size", "moe_intermediate_size"),
@@ -59,56 +34,6 @@ _RULES = (
     (r"experts", 4, 4),
 )
 """Pattern of an option, the largest value that stays, and the value of others."""
-_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-_RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16]}
-_RESNET |= {"depths": [1, 1, 1, 1], "out_features": ["stage2", "stage3", "stage4"]}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-_SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]}
-_SERIES |= {"num_time_features": 1}
-_SWIN = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2}
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "AutoformerConfig": _SERIES | {"label_length": 2, "moving_average": 3},
-    "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
-    "BrosConfig": {"hidden_size": 64},
-    "ChameleonConfig": {"vocabulary_map": {"<image>": 98}},
-    "CodeGenConfig": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
-    "DbrxConfig": {"attn_config": {"rope_theta": 1e4}},
-    "DeepseekV2Config": {"topk_method": "greedy", "n_group": None, "topk_group": None},
-    "DonutSwinConfig": _SWIN,
-    "Dots1Config": {"n_shared_experts": 1},
-    "Ernie4_5_MoeConfig": {"moe_k": 2, "moe_num_experts": 4},
-    "Ernie4_5_VLMoeTextConfig": {"rope_parameters": _MROPE, "moe_k": 2, "moe_num_experts": 4},
-    "EsmConfig": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
-    "FalconH1Config": _MAMBA | {"mamba_d_ssm": 64},
-    "FunAsrNanoConfig": {"adaptor_config": {"intermediate_size": 8}},
-    "GPTJConfig": {"rotary_dim": 8},
-    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "Gemma4AssistantConfig": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    },
-    "Glm4vMoeTextConfig": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
-    "Glm4vTextConfig": {"rope_parameters": _MROPE},
-    "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
-    "GlmImageTextConfig": {"rope_parameters": _MROPE},
-    "GlmOcrTextConfig": {"rope_parameters": _MROPE},
-    "GraniteMoeHybridConfig": _MAMBA | {"layer_types": ["mamba", "attention"]},
-    "GroundingDinoConfig": {"num_queries": 5},
-    "HunYuanVLTextConfig": {"rope_parameters": _MROPE},
-    "InformerConfig": _SERIES | {"label_length": 2},
-    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
-    "LiltConfig": {"hidden_size": 48},
-    "MimiConfig": {"upsample_groups": 32, "num_filters": 8},
-    "Qwen2VLTextConfig": {"rope_parameters": _MROPE},
-    "SwinConfig": _SWIN,
-    "Swinv2Config": _SWIN,
-    "TimeSeriesTransformerConfig": _SERIES,
-    "Wav2Vec2BertConfig": {"conv_depthwise_kernel_size": 31},
-    "Wav2Vec2ConformerConfig": {"conv_depthwise_kernel_size": 31},
-    "XmodConfig": {"default_language": "en_XX"},
-    "ZayaConfig": {"num_experts_per_tok": 1},
-}
-"""Configuration -> options beyond the rules."""
 
 
 def make_config(kind: type[PreTrainedConfig], are_sizes_ruled: bool = True) -> PreTrainedConfig:
@@ -148,7 +73,7 @@ def _options_of(kind: type[PreTrainedConfig], are_sizes_ruled: bool) -> dict[str
             break
     is_timm = type(values.get("backbone_config")).__name__.startswith("Timm")
     if "use_timm_backbone" in values or is_timm:
-        options["backbone_config"] = _RESNET
+        options["backbone_config"] = dict(_OPTIONS["backbone"])
         parts = {name: part for name, part in parts.items() if name != "backbone_config"}
         if "use_timm_backbone" in values:
             options["use_timm_backbone"] = False
@@ -163,7 +88,7 @@ def _options_of(kind: type[PreTrainedConfig], are_sizes_ruled: bool) -> dict[str
         options[name] = _options_of(part, are_sizes_ruled)
         if isinstance(given, PreTrainedConfig) and given.model_type:
             options[name]["model_type"] = given.model_type
-    for name, value in _OVERRIDES.get(kind.__name__, {}).items():
+    for name, value in _OPTIONS["configurations"].get(kind.__name__, {}).items():
         options[name] = options.get(name, {}) | value if name in parts else value
     return options
 

@@ -20,10 +20,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import logging
 
-from .framework import NUM_TASKS
+from cqs.integrations.transformers import register
+
+from .framework import NUM_TASKS, replace_row
 from .tiny_configs import batches, make_config
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "transformers-families.jsonl"
@@ -44,44 +49,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     parser.add_argument("--out", type=Path, default=ROWS)
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("INDEX", "NUMBER"))
     options = parser.parse_args()
-    _prepare()
-    index, number = options.part
+    prepare()
     is_bad = False
-    for family in (options.families or find_families())[index::number]:
+    for family in options.families or find_families():
         row = judge_family(family)
         is_bad |= row["outcome"] in OUTCOMES[:2]
         print(json.dumps(row), flush=True)
-        _replace_row(options.out, row)
+        replace_row(options.out, "family", row | {"version": transformers.__version__})
     return int(is_bad)
 
 
-def _prepare() -> None:
-    from transformers.utils import logging
-
-    from cqs.integrations.transformers import register
-
+def prepare() -> None:
+    """Register cqs, on one thread and without what transformers logs."""
     logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     register("cqs", num_tasks=NUM_TASKS)
 
 
-def _replace_row(path: Path, row: dict[str, Any]) -> None:
-    import transformers
-
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [each for each in rows if each["family"] != row["family"]]
-    rows.append(row | {"version": transformers.__version__})
-    rows.sort(key=lambda each: str(each["family"]))
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-
-
 def find_families() -> list[str]:
     """Return the names of the families of the installed transformers."""
-    import transformers
-
     folder = Path(transformers.__file__).parent / "models"
     found = {path.parent.name for path in folder.glob("*/modeling_*.py")}
     return sorted(found - {"auto"})
@@ -118,8 +106,6 @@ def _by_code(family: str) -> dict[str, Any]:
 
 
 def _code_of(family: str) -> str:
-    import transformers
-
     folder = Path(transformers.__file__).parent / "models" / family
     return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
 
@@ -135,8 +121,6 @@ def _own_layers(family: str) -> list[str]:
 
 
 def _models_of(family: str) -> list[Any]:
-    import transformers
-    from transformers import PreTrainedModel
 
     folder = Path(transformers.__file__).parent / "models" / family
     found = []
@@ -182,30 +166,24 @@ def _text_of(error: BaseException) -> str:
 
 
 def _judge(model_class: Any) -> dict[str, Any]:
-    from transformers import AttentionInterface
-
-    model, batch, expected = _make(model_class)
+    model, batch, expected = make_model(model_class, (5, 0))
     layers = sorted({type(each).__name__ for each in model.modules() if _is_own(each)})
-    function = AttentionInterface._global_mapping["cqs"]
-    spy = mock.Mock(side_effect=function)
-    with mock.patch.dict(AttentionInterface._global_mapping, {"cqs": spy}):
-        with mock.patch.dict("cqs.integrations.own_attention._attend_of", {"cqs": spy}):
-            try:
-                found = _results(_other(model, "cqs"), batch)
-            except Exception as error:
-                text = str(error)
-                if _REFUSED.search(text):
-                    return {"outcome": "refused", "reason": text}
-                return {"outcome": "fails", "reason": _text_of(error)}
+    try:
+        found, spy = results_of_cqs(model, batch)
+    except Exception as error:
+        text = str(error)
+        if _REFUSED.search(text):
+            return {"outcome": "refused", "reason": text}
+        return {"outcome": "fails", "reason": _text_of(error)}
     row: dict[str, Any] = {"features": _features_of(spy)} if spy.call_count else {}
     if layers:
         row["layers"] = layers
-    if _deviation(found, expected) > 1:
+    if deviation(found, expected) > 1:
         # Padding that the model's own code reads: "sdpa" too has other values there than "eager".
-        if _deviation(found, _results(_other(model, "sdpa"), batch)) > 1:
+        if deviation(found, results_of(with_attention(model, "sdpa"), batch)) > 1:
             return {
                 "outcome": "differs",
-                "reason": f"{_deviation(found, expected):.3g} x tolerance",
+                "reason": f"{deviation(found, expected):.3g} x tolerance",
             }
         row["reference"] = "sdpa"
     if not layers and not spy.call_count:
@@ -213,7 +191,18 @@ def _judge(model_class: Any) -> dict[str, Any]:
     return {"outcome": "computed" if spy.call_count else "own attention", **row}
 
 
-def _make(model_class: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def results_of_cqs(model: Any, batch: dict[str, Any]) -> tuple[dict[str, Tensor], mock.Mock]:
+    """Return the results of a model with attention by cqs, and a mock with its calls."""
+    mapping = AttentionInterface._global_mapping
+    calls = {"cqs": (spy := mock.Mock(side_effect=mapping["cqs"]))}
+    with mock.patch.dict(mapping, calls):
+        with mock.patch.dict("cqs.integrations.own_attention._attend_of", calls):
+            return results_of(with_attention(model, "cqs"), batch), spy
+
+
+def make_model(
+    model_class: Any, padding: tuple[int, int]
+) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """Return a model, a valid batch and the results of "eager", or raise the first error."""
     errors: list[Exception] = []
     for are_sizes_ruled in (True, False):
@@ -231,9 +220,9 @@ def _make(model_class: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
             for parameter in model.parameters():
                 if not parameter.isfinite().all():
                     torch.nn.init.normal_(parameter, std=0.02)
-            for batch in batches(model, config, (5, 0)):
+            for batch in batches(model, config, padding):
                 try:
-                    results = _results(model, batch)
+                    results = results_of(model, batch)
                     if not results["output"].isfinite().all():
                         raise ValueError("outputs of eager attention are not finite")
                     model.cqs_ruled = are_sizes_ruled
@@ -249,7 +238,7 @@ def _make(model_class: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     raise errors[0]
 
 
-def _other(model: Any, implementation: str) -> Any:
+def with_attention(model: Any, implementation: str) -> Any:
     """Return the same model, made with another implementation of attention."""
     config = make_config(type(model).config_class, model.cqs_ruled)
     config._attn_implementation = implementation
@@ -258,7 +247,7 @@ def _other(model: Any, implementation: str) -> Any:
     return other
 
 
-def _results(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+def results_of(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     """Return the first output where there is no padding, and the gradients of all parameters."""
     model.zero_grad()
     torch.manual_seed(2)
@@ -280,7 +269,7 @@ def _results(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {"output": first.detach(), **gradients}
 
 
-def _deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest error in units of the tolerance of the suite of transformers' models."""
     if found.keys() != expected.keys():
         return float("inf")
