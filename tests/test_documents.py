@@ -91,15 +91,11 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys, each_fit_o
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pictures_of_a_page_are_there(page):
+def test_pictures_and_tests_that_a_page_names_are_there(page):
     text = (ROOT / page).read_text()
     for picture in re.findall(r'<img src="([^"]+)"', text):
         assert ((ROOT / page).parent / picture).is_file()
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_tests_that_a_page_names_are_there(page):
-    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / page).read_text()):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
         assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 

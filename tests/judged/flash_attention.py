@@ -3,7 +3,6 @@
 The whole grid is for GPUs. A CPU computes smaller batches, and the lengths up to 256.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cqs
-from cqs.patterns import Pattern, causal, from_mask, sliding_window
+from cqs.patterns import causal, from_mask, sliding_window
 
 from .framework import NUM_TASKS, Case, Suite, with_gradients
 from .sources import module_of, unpacked
@@ -28,7 +27,7 @@ _HEADS = {"mha": 6, "gqa": 3, "mqa": 1}
 """Kind -> number of KV heads for six query heads."""
 
 
-def suite() -> Suite:
+def suite():
     """Return the grid for the GPU, or its part for the CPU."""
     # Its place differs between the wheel and the source distribution.
     (path,) = unpacked(f"flash-attn-4=={VERSION}").rglob("testing.py")
@@ -36,7 +35,7 @@ def suite() -> Suite:
     return Suite("FlashAttention", f"flash-attn-4 {VERSION}", _cases(testing.attention_ref))
 
 
-def _cases(reference: Any) -> Iterator[Case]:
+def _cases(reference):
     has_gpu = torch.cuda.is_available()
     grid = product(
         _LENGTHS if has_gpu else _LENGTHS[:10],
@@ -51,14 +50,7 @@ def _cases(reference: Any) -> Iterator[Case]:
         yield Case(name, check)
 
 
-def _check(
-    reference: Any,
-    lengths: tuple[int, int],
-    head_dim: int,
-    dtype: torch.dtype,
-    num_kv_heads: int,
-    options: dict[str, Any],
-) -> None:
+def _check(reference, lengths, head_dim, dtype, num_kv_heads, options):
     """Apply the rule of the test: an error is at most twice that of PyTorch in this dtype.
 
     PyTorch is the reference in this dtype, and on a CPU also scaled_dot_product_attention: cqs
@@ -101,14 +93,14 @@ def _check(
         assert error <= allowed + 1e-5, f"{name}: error {error:.3g} > {allowed:.3g}"
 
 
-def _by_cqs(options: dict[str, Any], *operands: Tensor) -> Tensor:
+def _by_cqs(options, *operands):
     heads_first = (each.transpose(1, 2) for each in operands)
     output = cqs.attention(*heads_first, num_tasks=NUM_TASKS, **options)
     assert isinstance(output, Tensor)
     return output.transpose(1, 2)
 
 
-def _by_pytorch(options: dict[str, Any], lengths: tuple[int, int], *operands: Tensor) -> Tensor:
+def _by_pytorch(options, lengths, *operands):
     pattern = options.get(
         "pattern", causal() if options["is_causal"] else sliding_window(None, None)
     )
@@ -118,7 +110,7 @@ def _by_pytorch(options: dict[str, Any], lengths: tuple[int, int], *operands: Te
     return output.transpose(1, 2)
 
 
-def _chunks(size: int, lengths: tuple[int, int]) -> Pattern:
+def _chunks(size, lengths):
     """Return the pattern in which a query sees the keys of its chunk, also later ones."""
     position = torch.arange(lengths[0])[:, None] + lengths[1] - lengths[0]
     start = position - position % size

@@ -1,9 +1,8 @@
 """FlexAttention: mask and score functions of attention-gym and of PyTorch's tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ _Mask = tuple[Callable[..., Tensor], tuple[int, int]]
 """A mask function, and the numbers of queries and keys that it is for."""
 
 
-def suite() -> Suite:
+def suite():
     """Return the functions of the installed attn_gym and those of PyTorch's tests."""
     from importlib.metadata import version
 
@@ -26,7 +25,7 @@ def suite() -> Suite:
     return Suite("FlexAttention", version, _cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     masks = {**dict(_gym_masks()), **dict(_torch_masks())}
     for (name, (rule, lengths)), dtype in product(masks.items(), (torch.float64, *DTYPES)):
         for heads, block in (((2, 2), 128), ((4, 2), 32)):
@@ -36,18 +35,14 @@ def _cases() -> Iterator[Case]:
         yield Case(f"score_mod {name} {dtype}", partial(_check_score, rule, dtype))
 
 
-def _check_mask(
-    rule: Any, lengths: tuple[int, int], dtype: torch.dtype, heads: tuple[int, int], block: int
-) -> None:
+def _check_mask(rule, lengths, dtype, heads, block):
     from torch.nn.attention.flex_attention import create_block_mask
 
     block_mask = create_block_mask(rule, 2, heads[0], *lengths, "cpu", BLOCK_SIZE=block)
     check_block_mask(block_mask, dtype, heads=heads, lengths=lengths)
 
 
-def check_block_mask(
-    block_mask: Any, dtype: torch.dtype, *, heads: tuple[int, int], lengths: tuple[int, int]
-) -> None:
+def check_block_mask(block_mask, dtype, *, heads, lengths):
     """Compare output and gradients with dense attention under the mask of a block mask.
 
     Args:
@@ -70,7 +65,7 @@ def check_block_mask(
     assert_as_exact_as(compute, reference, operands)
 
 
-def _check_score(rule: Any, dtype: torch.dtype) -> None:
+def _check_score(rule, dtype):
     from torch.nn.attention.flex_attention import flex_attention as reference
 
     operands = torch.randn(3, 1, 8, 64, 16, dtype=torch.float64).to(dtype)
@@ -80,7 +75,7 @@ def _check_score(rule: Any, dtype: torch.dtype) -> None:
     assert_as_exact_as(compute, partial(_dense, rule), list(operands))
 
 
-def _dense(rule: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _dense(rule, query, key, value):
     """Compute attention with a score function from its definition.
 
     PyTorch's function has no gradients on a CPU.
@@ -90,12 +85,12 @@ def _dense(rule: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return found.softmax(-1).to(value.dtype) @ value
 
 
-def _gym_masks() -> Iterator[tuple[str, _Mask]]:
+def _gym_masks():
     from attn_gym import masks
     from attn_gym.masks.document_mask import length_to_offsets
     from attn_gym.masks.jetspec import build_tree_ancestor_matrix
 
-    def square(length: int) -> tuple[int, int]:
+    def square(length):
         return length, length
 
     yield "causal", (masks.causal_mask, square(200))
@@ -148,26 +143,26 @@ def _gym_masks() -> Iterator[tuple[str, _Mask]]:
     yield "jetspec training", (masks.generate_jetspec_training_mask_mod(70, 8), (24, 94))
 
 
-def _torch_masks() -> Iterator[tuple[str, _Mask]]:
+def _torch_masks():
     """Yield masks of PyTorch's test_flex_attention.py."""
     from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
-    def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def causal(batch, head, query, key):
         return query >= key
 
-    def inverse_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def inverse_causal(batch, head, query, key):
         return query <= key
 
-    def window(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def window(batch, head, query, key):
         return query - key <= 25
 
-    def by_head(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def by_head(batch, head, query, key):
         return query + 2 * head >= key
 
-    def by_batch(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def by_batch(batch, head, query, key):
         return (query >= key) | (key < 5 * batch)
 
-    def late_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    def late_rows(batch, head, query, key):
         return query >= 40
 
     for lengths in ((256, 256), (100, 300), (300, 100), (1, 129)):
@@ -181,7 +176,7 @@ def _torch_masks() -> Iterator[tuple[str, _Mask]]:
         yield f"rows without keys {lengths}", (late_rows, lengths)
 
 
-def _score_mods() -> Iterator[tuple[str, Callable[..., Tensor]]]:
+def _score_mods():
     """Yield score functions of attention-gym, and those of PyTorch's test_flex_attention.py."""
     from attn_gym import mods
 

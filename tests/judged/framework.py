@@ -9,10 +9,8 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 from unittest import SkipTest
 
 import numpy as np
@@ -68,16 +66,16 @@ class Verdict:
     """Name of a case -> its error."""
 
     @property
-    def num_cases(self) -> int:
+    def num_cases(self):
         """All cases, without those that the other project itself skips."""
         return self.passed + sum(self.refused.values()) + len(self.failed)
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self):
         """Return the fields as a JSON object."""
         return asdict(self)
 
 
-def reason_of(error: Exception) -> str | None:
+def reason_of(error):
     """Return the name of the option that an error of cqs rejects, or None for any other error."""
     for kind, pattern, option in REFUSALS:
         if isinstance(error, kind) and (found := re.search(pattern, str(error))):
@@ -85,7 +83,7 @@ def reason_of(error: Exception) -> str | None:
     return None
 
 
-def judge(suite: Suite, report: Callable[[str, str], None] | None = None) -> Verdict:
+def judge(suite, report=None):
     """Run all cases of a suite.
 
     Args:
@@ -113,9 +111,7 @@ def judge(suite: Suite, report: Callable[[str, str], None] | None = None) -> Ver
     return Verdict(suite.name, suite.version, passed, dict(refused), failed)
 
 
-def assert_close(
-    found: Sequence[Any], expected: Sequence[Any], *, rtol: float, atol: float
-) -> None:
+def assert_close(found, expected, *, rtol, atol):
     """Compare tensors or arrays by the rule of NumPy and PyTorch; dtypes and shapes must agree.
 
     Args:
@@ -129,12 +125,7 @@ def assert_close(
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def assert_as_exact_as(
-    compute: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
-    operands: Sequence[Tensor],
-    tolerance: tuple[float, float] | None = None,
-) -> None:
+def assert_as_exact_as(compute, reference, operands, tolerance=None):
     """Compare output and gradients of two functions by the rule of PyTorch's attention tests.
 
     The reference in float64 is exact. Errors are within the tolerance, or their mean is at most
@@ -158,12 +149,7 @@ def assert_as_exact_as(
     assert_tracks(found, eager, exact, tolerance or default_tolerances(dtype))
 
 
-def assert_tracks(
-    found: Sequence[Tensor],
-    eager: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    tolerance: tuple[float, float],
-) -> None:
+def assert_tracks(found, eager, exact, tolerance):
     """Apply the rule of :func:`assert_as_exact_as` to results.
 
     Args:
@@ -187,9 +173,7 @@ def assert_tracks(
                 assert found_error <= allowed, f"{name}: error {found_error:.3g} > {allowed:.3g}"
 
 
-def with_gradients(
-    function: Callable[..., Tensor], operands: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def with_gradients(function, operands):
     """Return the output of a function, and gradients for the same gradient of every output."""
     output = function(*operands)
     generator = torch.Generator().manual_seed(1)
@@ -198,14 +182,14 @@ def with_gradients(
     return output.detach(), *gradients
 
 
-def replace_row(path: Path, key: str, row: dict[str, Any]) -> None:
+def replace_row(path, key, row):
     """Write a row of a file of JSON objects in place of the one with the same value of a key."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = {each[key]: each for each in map(json.loads, lines)} | {row[key]: row}
     path.write_text("".join(json.dumps(each) + "\n" for each in rows.values()))
 
 
-def as_tensor(values: Any) -> Tensor:
+def as_tensor(values):
     """Return a tensor of the values of an array, or a tensor without its gradient."""
     if isinstance(values, Tensor):
         return values.detach()
@@ -215,7 +199,7 @@ def as_tensor(values: Any) -> Tensor:
     return torch.from_numpy(array.copy())
 
 
-def format_table(verdicts: Iterable[Verdict]) -> str:
+def format_table(verdicts):
     """Lay out one line per suite, and the total."""
     rows = [("suite", "version", "cases", "passed", "refused", "failed", "refused options")]
     for each in verdicts:
@@ -228,7 +212,7 @@ def format_table(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(_format_row(row, widths) for row in rows)
 
 
-def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(row, widths):
     cells: Iterator[str] = (
         cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -1,6 +1,5 @@
 """JAX: problems of ``tests/nn_test.py`` of ``dot_product_attention``, at its tolerances."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,14 +12,14 @@ _MASKS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def suite() -> Suite:
+def suite():
     """Return the problems, computed by jax.nn and by cqs, with gradients."""
     import jax
 
     return Suite("JAX", f"jax {jax.__version__}", _cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     for dtype, group, use_vmap, compiled in product(
         ("bfloat16", "float16", "float32"), (1, 2, 4), (False, True), (False, True)
     ):
@@ -36,15 +35,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"window {window} causal={is_causal}", check)
 
 
-def _check(
-    dtype: str,
-    modes: tuple[str, ...],
-    *,
-    group: int = 1,
-    use_vmap: bool = False,
-    compiled: bool = False,
-    **given: Any,
-) -> None:
+def _check(dtype, modes, *, group=1, use_vmap=False, compiled=False, **given):
     import jax
     import jax.numpy as jnp
 
@@ -71,10 +62,10 @@ def _check(
     if "sliding_window" in modes:
         options["local_window_size"] = (3, 2)
 
-    def passes(function: Any, use_vmap: bool) -> Any:
+    def passes(function, use_vmap):
         function = partial(function, **options)
 
-        def both(*operands: Any) -> Any:
+        def both(*operands):
             attend = jax.vmap(function) if use_vmap else function
             output, pull = jax.vjp(attend, *operands)
             return output, *pull(gradient)

@@ -1,11 +1,9 @@
 """NATTEN: neighbourhoods in one, two and three dimensions, as its block masks define them."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
 
@@ -22,7 +20,7 @@ _SHAPES = {
 """Number of dimensions -> extents of the tokens."""
 
 
-def suite() -> Suite:
+def suite():
     """Return neighbourhoods of all kernel sizes, strides, dilations and causal dimensions."""
     path = str(unpacked(f"natten=={VERSION}") / "src")
     sys.path.insert(0, path)  # the package runs without its compiled part
@@ -33,7 +31,7 @@ def suite() -> Suite:
     return Suite("NATTEN", f"natten {VERSION}", _cases(get_na_flex_mask))
 
 
-def _cases(make: Any) -> Iterator[Case]:
+def _cases(make):
     for dimensions, shapes in _SHAPES.items():
         for shape, kernel, stride, dilation, causal in product(
             shapes, (2, 3, 5, 7), (1, 2), (1, 2), (False, True)
@@ -52,7 +50,7 @@ def _cases(make: Any) -> Iterator[Case]:
             yield Case(name, partial(_check, make, dimensions, options))
 
 
-def _check(make: Any, dimensions: int, options: dict[str, Any]) -> None:
+def _check(make, dimensions, options):
     block_mask = make("cpu", dimensions, **options)
     length = prod(options["qkv_shape"])
     check_block_mask(block_mask, torch.float64, heads=(2, 2), lengths=(length, length))

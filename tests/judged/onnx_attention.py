@@ -1,6 +1,6 @@
 """ONNX: node tests of the operators Attention and FlexAttention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from importlib import import_module
 from operator import and_
@@ -21,7 +21,7 @@ _WEIGHTS = 3
 _INPUTS = "query", "key", "value", "mask", "past_key", "past_value", "lengths"
 
 
-def suite() -> Suite:
+def suite():
     """Return the tests of the installed onnx; expanded forms have the same data and are omitted."""
     import onnx
     from onnx.backend.test.case import node
@@ -36,7 +36,7 @@ def suite() -> Suite:
     return Suite("ONNX Attention", f"onnx {onnx.__version__}", tests)
 
 
-def _check(test: Any) -> None:
+def _check(test):
     from onnx.helper import get_attribute_value
 
     ((inputs, outputs),) = test.data_sets
@@ -64,7 +64,7 @@ def _check(test: Any) -> None:
     assert_close([found], [expected], rtol=rtol, atol=test.atol)
 
 
-def _check_weights(tensors: dict[str, Tensor], options: Any, expected: Any, test: Any) -> None:
+def _check_weights(tensors, options, expected, test):
     """Compare the attention weights, which are the output for an identity matrix of values."""
     is_flat = tensors["key"].ndim == 3
     key = tensors["key"]
@@ -80,7 +80,7 @@ def _check_weights(tensors: dict[str, Tensor], options: Any, expected: Any, test
     assert_close([found], [expected], rtol=test.rtol, atol=test.atol)
 
 
-def _in_float64(inputs: Sequence[Any], node: Any, options: dict[str, Any]) -> Any:
+def _in_float64(inputs, node, options):
     """Compute a test by the reference of onnx, in float64."""
     from onnx.reference.ops.op_attention import _compute_attention
 
@@ -93,7 +93,7 @@ def _in_float64(inputs: Sequence[Any], node: Any, options: dict[str, Any]) -> An
     return _compute_attention(*arrays, **options)[0]
 
 
-def _flex(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+def _flex(tensors, options):
     """Compute FlexAttention, whose modifiers are graphs, by the function of cqs of that name."""
     operands = tensors["query"], tensors["key"], tensors["value"]
     mods = {"prob_mod": options["prob_mod"]} if "prob_mod" in options else {}
@@ -124,13 +124,13 @@ the size.
 """
 
 
-def _score_mod(graph: Any) -> Callable[..., Tensor]:
+def _score_mod(graph):
     """Return the function of one score that a graph of the whole score matrix computes."""
     from onnx.numpy_helper import to_array
 
     constants = {each.name: as_tensor(to_array(each)) for each in graph.initializer}
 
-    def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
+    def score_mod(score, *positions):
         values = {**constants, graph.input[0].name: score}
         for node in graph.node:
             operands = [values[name] for name in node.input]
@@ -145,7 +145,7 @@ def _score_mod(graph: Any) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+def _attend(tensors, options):
     query, key, value = (tensors[name] for name in _INPUTS[:3])
     is_flat = query.ndim == 3
     if is_flat:
@@ -172,7 +172,7 @@ def _attend(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     return output.transpose(1, 2).flatten(2) if is_flat else output
 
 
-def _mask(tensors: dict[str, Tensor], seqlen_kv: int) -> Tensor | None:
+def _mask(tensors, seqlen_kv):
     """Return the mask of a test with all keys: those beyond it are masked out."""
     if "mask" not in tensors:
         return None
@@ -181,13 +181,11 @@ def _mask(tensors: dict[str, Tensor], seqlen_kv: int) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, seqlen_kv - mask.shape[-1]), value=masked_out)
 
 
-def _split(rows: Tensor, num_heads: int) -> Tensor:
+def _split(rows, num_heads):
     return rows.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
-def _pattern(
-    tensors: dict[str, Tensor], options: dict[str, Any], past: int, lengths: tuple[int, int]
-) -> Pattern | None:
+def _pattern(tensors, options, past, lengths):
     """Intersect the causal mask, the window and the lengths of a test.
 
     Args:
@@ -212,9 +210,7 @@ def _pattern(
     return reduce(and_, patterns) if patterns else None
 
 
-def _windows(
-    left: int | None, right: int | None, offset: Any, lengths: Sequence[int]
-) -> list[Pattern]:
+def _windows(left, right, offset, lengths):
     """Return the pattern in which query i is at position ``i + offset``, if it has limits."""
     if left is None and right is None:
         return []

@@ -4,13 +4,11 @@ Both print the deviation from one call on the whole sequence. Here the rule of
 :func:`~.framework.assert_tracks` compares it with that of PyTorch's call in the same dtype.
 """
 
-from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,12 +30,12 @@ _PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def suite() -> Suite:
+def suite():
     """Return the problems, causal and not, with and without head parallelism."""
     return Suite("ring attention", VERSIONS, _cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     for (name, problem), is_causal, degree in product(
         _PROBLEMS.items(), (True, False), ("auto", 1, 2)
     ):
@@ -47,7 +45,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{name} {options}", partial(_check, problem, options))
 
 
-def _check(problem: dict[str, Any], options: dict[str, Any]) -> None:
+def _check(problem, options):
     parts = _ranks().run(RANKS, _of_rank, problem, options)
     found = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
     operands, gradient = _operands(problem)
@@ -58,11 +56,11 @@ def _check(problem: dict[str, Any], options: dict[str, Any]) -> None:
 _DTYPES = torch.bfloat16, torch.float32
 
 
-def _length(problem: dict[str, Any]) -> int:
+def _length(problem):
     return int(problem["ends"][-1] if "ends" in problem else problem["length"])
 
 
-def _operands(problem: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+def _operands(problem):
     generator = torch.Generator().manual_seed(0)
     shape = 4, 1, _length(problem), problem["heads"], problem["head_dim"]
     query, key, value, gradient = torch.randn(shape, generator=generator).bfloat16()
@@ -70,14 +68,12 @@ def _operands(problem: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
 
 
 @cache
-def _ranks() -> Ranks:
+def _ranks():
     """Start the processes, which end with this one."""
     return Ranks(RANKS)
 
 
-def _of_rank(
-    group: dist.ProcessGroup, problem: dict[str, Any], options: dict[str, Any]
-) -> list[Tensor]:
+def _of_rank(group, problem, options):
     """Return output and gradients of a rank's tokens, ``[batch, tokens, heads, head_dim]``."""
     rank = group.rank()
     operands, gradient = _operands(problem)
@@ -92,13 +88,7 @@ def _of_rank(
     return [output.detach(), *gradients]
 
 
-def _expected(
-    problem: dict[str, Any],
-    options: dict[str, Any],
-    operands: list[Tensor],
-    gradient: Tensor,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _expected(problem, options, operands, gradient, dtype):
     """Compute each document by PyTorch."""
     leaves = [each.to(dtype).requires_grad_() for each in operands]
     ends = problem.get("ends", [0, _length(problem)])

@@ -10,17 +10,17 @@ from .framework import NUM_TASKS
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
     *,
-    seed: int | None = None,
-) -> Tensor:
+    seed=None,
+):
     """Compute attention of ``[..., heads, seqlen, head_dim]`` by :func:`cqs.attention`.
 
     Args:
@@ -62,12 +62,12 @@ def scaled_dot_product_attention(
     return output.reshape(*leading, *output.shape[-2:])
 
 
-def _with_four_dimensions(tensor: Tensor) -> Tensor:
+def _with_four_dimensions(tensor):
     lacking = 4 - tensor.ndim
     return tensor.flatten(0, -lacking) if lacking < 0 else tensor[(None,) * lacking]
 
 
-def _mask(mask: Tensor, leading: torch.Size, lengths: tuple[int, int]) -> Tensor:
+def _mask(mask, leading, lengths):
     """Return a mask with the leading dimensions of the operands, or with none."""
     if all(size == 1 for size in mask.shape[:-2]):
         return mask.reshape(mask.shape[-2:])

@@ -6,12 +6,11 @@ import sys
 import tempfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 FOLDER = Path(__file__).parents[2] / ".judged"
 
 
-def unpacked(requirement: str) -> Path:
+def unpacked(requirement):
     """Return the folder of a package's source distribution, or of its wheel if it has no other.
 
     Args:
@@ -30,7 +29,7 @@ def unpacked(requirement: str) -> Path:
     return target
 
 
-def _download(requirement: str, scratch: str) -> Path:
+def _download(requirement, scratch):
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
     for options in (["--no-binary", ":all:", "--no-build-isolation"], []):
         if not subprocess.run([*command, *options, requirement], capture_output=True).returncode:
@@ -38,7 +37,7 @@ def _download(requirement: str, scratch: str) -> Path:
     raise ModuleNotFoundError(f"pip cannot download {requirement}", name=requirement)
 
 
-def module_of(path: Path) -> ModuleType:
+def module_of(path):
     """Import a file by itself, without the package that it belongs to."""
     spec = spec_from_file_location(f"judged_{path.stem}", path)
     assert spec is not None and spec.loader is not None

@@ -3,12 +3,10 @@
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 LENGTH = 17
@@ -36,7 +34,7 @@ _RULES = (
 """Pattern of an option, the largest value that stays, and the value of others."""
 
 
-def make_config(kind: type[PreTrainedConfig], are_sizes_ruled: bool = True) -> PreTrainedConfig:
+def make_config(kind, are_sizes_ruled=True):
     """Return a tiny configuration.
 
     Args:
@@ -46,7 +44,7 @@ def make_config(kind: type[PreTrainedConfig], are_sizes_ruled: bool = True) -> P
     return kind(**_options_of(kind, are_sizes_ruled))
 
 
-def _options_of(kind: type[PreTrainedConfig], are_sizes_ruled: bool) -> dict[str, Any]:
+def _options_of(kind, are_sizes_ruled):
     try:
         default: Any = kind()
         values = vars(default)
@@ -96,7 +94,7 @@ def _options_of(kind: type[PreTrainedConfig], are_sizes_ruled: bool) -> dict[str
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
-def _shrink(name: str, value: Any, layers: int, are_sizes_ruled: bool) -> Any:
+def _shrink(name, value, layers, are_sizes_ruled):
     """Return a smaller value of an option, ``None`` to leave it."""
     if name in _SIZES and (name in _EVEN_IF_NONE if value is None else type(value) is int):
         return _SIZES[name]
@@ -125,7 +123,7 @@ def _shrink(name: str, value: Any, layers: int, are_sizes_ruled: bool) -> Any:
     return None
 
 
-def _with_sections(parameters: dict[str, Any]) -> dict[str, Any]:
+def _with_sections(parameters):
     """Return parameters of rotary embeddings whose sections fit heads of 16."""
     return {
         name: [2, 3, 3]
@@ -137,7 +135,7 @@ def _with_sections(parameters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batches(model: Any, config: Any, padding: tuple[int, int]) -> Iterator[dict[str, Any]]:
+def batches(model, config, padding):
     """Yield batches of two for a model, one of which may be valid.
 
     Args:
@@ -184,7 +182,7 @@ def batches(model: Any, config: Any, padding: tuple[int, int]) -> Iterator[dict[
 _BINS = ("feature_projection_input_dim", "input_dim")
 
 
-def _first_batch(model: Any, config: Any, padding: tuple[int, int]) -> dict[str, Any]:
+def _first_batch(model, config, padding):
     generator = torch.Generator().manual_seed(1)
     accepted = inspect.signature(model.forward).parameters
     batch: dict[str, Any] = {}
@@ -232,14 +230,14 @@ def _first_batch(model: Any, config: Any, padding: tuple[int, int]) -> dict[str,
     return batch
 
 
-def _image(config: Any, generator: torch.Generator) -> Tensor:
+def _image(config, generator):
     size = _find(config, "image_size", "img_size") or 64
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     channels = _find(config, "num_channels", "in_channels", "in_chans") or 3
     return torch.randn(2, channels, height, width, generator=generator)
 
 
-def _find(config: Any, *names: str) -> Any:
+def _find(config, *names):
     """Return the first option that a configuration or a part of it has."""
     for name in names:
         if getattr(config, name, None) is not None:

@@ -1,7 +1,7 @@
 """PyTorch: OpInfo samples of attention operators, and ModuleInfo samples of modules."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -34,12 +34,12 @@ _MODULES = (
 )
 
 
-def suite() -> Suite:
+def suite():
     """Return the samples of the installed PyTorch, in four dtypes, with gradients."""
     return Suite("PyTorch OpInfo", f"torch {torch.__version__}", _cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     from torch.testing._internal.common_methods_invocations import op_db
 
     operators = {op.name: op for op in op_db}
@@ -52,7 +52,7 @@ def _cases() -> Iterator[Case]:
     yield from _module_cases()
 
 
-def _check_operator(as_call: Callable[..., Any], sample: Any) -> None:
+def _check_operator(as_call, sample):
     operands, options = as_call(sample)
     leading = torch.broadcast_shapes(*(each.shape[:-2] for each in operands), (1, 1))
     # With four dimensions PyTorch, too, calls a fused kernel.
@@ -70,19 +70,19 @@ def _check_operator(as_call: Callable[..., Any], sample: Any) -> None:
         assert_as_exact_as(functions[0], functions[1], [mask], tolerance)
 
 
-def _with_mask(function: Callable[..., Tensor], mask: Tensor | None, *operands: Tensor) -> Tensor:
+def _with_mask(function, mask, *operands):
     """Call a function with a mask, in the dtype of the operands if it is a bias."""
     if mask is not None and mask.is_floating_point():
         mask = mask.detach().to(operands[0].dtype)
     return function(*operands, attn_mask=mask)
 
 
-def _of_mask(function: Callable[..., Tensor], operands: Sequence[Tensor], mask: Tensor) -> Tensor:
+def _of_mask(function, operands, mask):
     """Call a function with operands in the dtype of a bias."""
     return function(*(each.detach().to(mask.dtype) for each in operands), attn_mask=mask)
 
 
-def _check_dropout(operands: list[Tensor], options: dict[str, Any]) -> None:
+def _check_dropout(operands, options):
     """Check that each weight is zeroed or divided by 1 - p, and that values are weighted so.
 
     Random numbers of PyTorch and of cqs differ, so that outputs are not comparable.
@@ -101,11 +101,11 @@ def _check_dropout(operands: list[Tensor], options: dict[str, Any]) -> None:
     assert_close([output], [dropped @ value], rtol=rtol, atol=atol)
 
 
-def _of_sdpa(sample: Any) -> tuple[list[Tensor], dict[str, Any]]:
+def _of_sdpa(sample):
     return [sample.input, *sample.args], dict(sample.kwargs)
 
 
-def _of_aten(sample: Any) -> tuple[list[Tensor], dict[str, Any]]:
+def _of_aten(sample):
     """Return the problem of a sample of aten's fused kernels, whose heads are after the tokens."""
     operands = [each.transpose(1, 2) for each in (sample.input, *sample.args)]
     given = sample.kwargs
@@ -133,7 +133,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 """Name of an operator -> function that returns the operands and options of a sample."""
 
 
-def _module_cases() -> Iterator[Case]:
+def _module_cases():
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
@@ -148,7 +148,7 @@ def _module_cases() -> Iterator[Case]:
                 yield Case(name, partial(_check_module, info, sample, dtype, training))
 
 
-def _check_module(info: Any, sample: Any, dtype: torch.dtype, training: bool) -> None:
+def _check_module(info, sample, dtype, training):
     """Compare outputs and gradients of a module, with and without attention by cqs."""
     arguments = sample.constructor_input
     module = info.module_cls(*arguments.args, **arguments.kwargs).to(dtype).train(training)
@@ -162,10 +162,10 @@ def _check_module(info: Any, sample: Any, dtype: torch.dtype, training: bool) ->
     assert_tracks(found, eager, exact, default_tolerances(dtype))
 
 
-def _pass(module: torch.nn.Module, sample: Any, dtype: torch.dtype) -> list[Tensor]:
+def _pass(module, sample, dtype):
     """Return outputs and the gradients of all parameters."""
 
-    def convert(value: Any) -> Any:
+    def convert(value):
         is_real = isinstance(value, Tensor) and value.is_floating_point()
         return value.detach().to(dtype) if is_real else value
 

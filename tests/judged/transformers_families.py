@@ -44,7 +44,7 @@ _REFUSED = re.compile(r"^\w+ of layer \w+: ")
 """Errors by which cqs names the layer and the reason."""
 
 
-def main() -> int:
+def main():
     """Return 1 if a family fails or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
@@ -60,7 +60,7 @@ def main() -> int:
     return int(is_bad)
 
 
-def prepare() -> None:
+def prepare():
     """Register cqs, on one thread and without what transformers logs."""
     logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -68,14 +68,14 @@ def prepare() -> None:
     register("cqs", num_tasks=NUM_TASKS)
 
 
-def find_families() -> list[str]:
+def find_families():
     """Return the names of the families of the installed transformers."""
     folder = Path(transformers.__file__).parent / "models"
     found = {path.parent.name for path in folder.glob("*/modeling_*.py")}
     return sorted(found - {"auto"})
 
 
-def judge_family(family: str) -> dict[str, Any]:
+def judge_family(family):
     """Return the row of a family: its outcome, and the model that shows it."""
     best: dict[str, Any] = {}
     try:
@@ -93,7 +93,7 @@ def judge_family(family: str) -> dict[str, Any]:
     return {"family": family, **best}
 
 
-def _by_code(family: str) -> dict[str, Any]:
+def _by_code(family):
     """Return what the code of a family tells of one of which no model was made."""
     layers, code = _own_layers(family), _code_of(family)
     if "ALL_ATTENTION_FUNCTIONS" in code:
@@ -105,12 +105,12 @@ def _by_code(family: str) -> dict[str, Any]:
     return {"outcome": "no attention", "reason": "by its code"}
 
 
-def _code_of(family: str) -> str:
+def _code_of(family):
     folder = Path(transformers.__file__).parent / "models" / family
     return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
 
 
-def _own_layers(family: str) -> list[str]:
+def _own_layers(family):
     """Return the names of a family's layers of attention that do not use the interface."""
     parts = re.split(r"^class (?=\w+)", _code_of(family), flags=re.MULTILINE)[1:]
     return sorted(
@@ -120,7 +120,7 @@ def _own_layers(family: str) -> list[str]:
     )
 
 
-def _models_of(family: str) -> list[Any]:
+def _models_of(family):
 
     folder = Path(transformers.__file__).parent / "models" / family
     found = []
@@ -138,7 +138,7 @@ def _models_of(family: str) -> list[Any]:
     return found
 
 
-def _rank(model: Any) -> tuple[int, int]:
+def _rank(model):
     """Order models: whole ones with a head, whole ones, and parts."""
     name = model.__name__
     is_part = re.search("Text|Vision|Audio|Encoder|Decoder", name) is not None
@@ -147,8 +147,8 @@ def _rank(model: Any) -> tuple[int, int]:
     return (4 if first == 3 and is_part else first), len(name)
 
 
-def _judge_in_time(model: Any) -> dict[str, Any]:
-    def stop(*_: Any) -> None:
+def _judge_in_time(model):
+    def stop(*_):
         raise TimeoutError(f"more than {_SECONDS} s")
 
     signal.signal(signal.SIGVTALRM, stop)
@@ -161,11 +161,11 @@ def _judge_in_time(model: Any) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(error):
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _judge(model_class: Any) -> dict[str, Any]:
+def _judge(model_class):
     model, batch, expected = make_model(model_class, (5, 0))
     layers = sorted({type(each).__name__ for each in model.modules() if _is_own(each)})
     try:
@@ -191,7 +191,7 @@ def _judge(model_class: Any) -> dict[str, Any]:
     return {"outcome": "computed" if spy.call_count else "own attention", **row}
 
 
-def results_of_cqs(model: Any, batch: dict[str, Any]) -> tuple[dict[str, Tensor], mock.Mock]:
+def results_of_cqs(model, batch):
     """Return the results of a model with attention by cqs, and a mock with its calls."""
     mapping = AttentionInterface._global_mapping
     calls = {"cqs": (spy := mock.Mock(side_effect=mapping["cqs"]))}
@@ -200,9 +200,7 @@ def results_of_cqs(model: Any, batch: dict[str, Any]) -> tuple[dict[str, Tensor]
             return results_of(with_attention(model, "cqs"), batch), spy
 
 
-def make_model(
-    model_class: Any, padding: tuple[int, int]
-) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def make_model(model_class, padding):
     """Return a model, a valid batch and the results of "eager", or raise the first error."""
     errors: list[Exception] = []
     for are_sizes_ruled in (True, False):
@@ -238,7 +236,7 @@ def make_model(
     raise errors[0]
 
 
-def with_attention(model: Any, implementation: str) -> Any:
+def with_attention(model, implementation):
     """Return the same model, made with another implementation of attention."""
     config = make_config(type(model).config_class, model.cqs_ruled)
     config._attn_implementation = implementation
@@ -247,7 +245,7 @@ def with_attention(model: Any, implementation: str) -> Any:
     return other
 
 
-def results_of(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+def results_of(model, batch):
     """Return the first output where there is no padding, and the gradients of all parameters."""
     model.zero_grad()
     torch.manual_seed(2)
@@ -269,7 +267,7 @@ def results_of(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {"output": first.detach(), **gradients}
 
 
-def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def deviation(found, expected):
     """Return the largest error in units of the tolerance of the suite of transformers' models."""
     if found.keys() != expected.keys():
         return float("inf")
@@ -283,7 +281,7 @@ def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(errors) if all(map(torch.isfinite, map(torch.tensor, errors))) else float("inf")
 
 
-def _features_of(spy: mock.Mock) -> list[str]:
+def _features_of(spy):
     """Return what layers asked for, beyond a mask."""
     found = set()
     for call in spy.call_args_list:
@@ -301,11 +299,11 @@ def _features_of(spy: mock.Mock) -> list[str]:
     return sorted(found)
 
 
-def _has_bias(mask: Tensor) -> bool:
+def _has_bias(mask):
     return mask.requires_grad or not bool(((mask == 0) | (mask <= -9984)).all())
 
 
-def _is_own(layer: torch.nn.Module) -> bool:
+def _is_own(layer):
     """Return whether a layer of attention has a softmax of its own."""
     kind = type(layer)
     if kind is torch.nn.MultiheadAttention:

@@ -3,7 +3,6 @@
 Outputs and gradients of all parameters are compared with those of ``attn_implementation="eager"``.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from unittest import SkipTest
 
@@ -16,12 +15,12 @@ from .transformers_families import deviation, make_model, prepare, results_of_cq
 _PADDINGS = {"whole": (0, 0), "padded on the right": (0, 6), "padded on the left": (5, 0)}
 
 
-def suite() -> Suite:
+def suite():
     """Return the models of the installed transformers, without padding and with it."""
     return Suite("transformers models", f"transformers {transformers.__version__}", _cases())
 
 
-def _cases() -> Iterator[Case]:
+def _cases():
     prepare()
     for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_MAPPING_NAMES"):
         for name in getattr(modeling_auto, kind).values():
@@ -30,7 +29,7 @@ def _cases() -> Iterator[Case]:
                     yield Case(f"{name} {padding}", partial(_check, name, sides))
 
 
-def _check(name: str, sides: tuple[int, int]) -> None:
+def _check(name, sides):
     try:
         model, batch, expected = make_model(getattr(transformers, name), sides)
     except Exception as error:
