@@ -1,8 +1,7 @@
-"""Which option works on which executor: the table of docs/options.md.
+"""Axes of the test matrix by executor, and the table of docs/options.md that follows from them.
 
-``python tests/option_table.py`` writes the table anew. The rows are the arguments of the public
-functions, read from their signatures; a cell without an entry in ``HOLES`` says yes, and
-test_option_table.py computes it.
+``python tests/option_table.py`` writes the table anew. A cell says yes if the executor has the
+option as an axis, so that test_matrix.py computes it with every value of every other axis.
 """
 
 import inspect
@@ -15,7 +14,7 @@ import torch
 import cqs
 import cqs.distributed
 import cqs.streaming
-from cqs.patterns import causal, padded, per_head, sliding_window
+from cqs.patterns import causal, documents, from_mask, padded, per_head, sliding_window, strided
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- table of tests/option_table.py -->\n", "<!-- end of table -->\n"
@@ -30,32 +29,138 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """Executor -> the function that computes on it."""
 
-VALUES: dict[str, dict[str, Any]] = {
-    "is_causal": {"is_causal": True},
-    "pattern": {"pattern": sliding_window(9, 0)},
-    "pattern, one per head": {"pattern": per_head([[sliding_window(9, 0), causal()]])},
-    "pattern, of a padded batch": {"pattern": padded([30], [25]) & causal()},
-    "scale": {"scale": 0.3},
-    "dropout_p": {"dropout_p": 0.2, "seed": 3},
-    "seed": {"dropout_p": 0.2, "seed": 3},
-    "attn_mask": {"attn_mask": torch.ones(41, 41, dtype=torch.bool).triu(-9)},
-    "enable_gqa": {"enable_gqa": False},
-    "scores": {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0]), softcap=2.0)},
-    "num_tasks": {"num_tasks": 5},
-    "plan": {"plan": "rows"},
-    "backend": {"backend": "reference"},
-    "return_lse": {"return_lse": True},
-    "verify": {"verify": True},
-    "progress": {"progress": max},  # any function of two numbers
-    "head_parallel": {"head_parallel": 1},
-    "num_chunks": {"num_chunks": 2},
-    "links": {"links": (1e9, 1e-4)},
-    "max_bytes": {"max_bytes": 20_000},
-    "memory_budget": {"memory_budget": 200_000},
-    "device": {"device": "cpu"},
-    "gradients": {},
+
+def pairs_mask(seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
+    """Draw a boolean mask that leaves 30 % of the pairs."""
+    return torch.rand(seqlen_q, seqlen_kv, generator=torch.Generator().manual_seed(7)) < 0.3
+
+
+_HEADS = [sliding_window(3, 2), causal(), strided(4), sliding_window(None, 1)]
+MASKS = {
+    "none": lambda q, k, batch, heads: None,
+    "window": lambda q, k, batch, heads: sliding_window(5, 3),
+    "documents": lambda q, k, batch, heads: documents([0, q // 3, q], [0, k // 2, k]),
+    "pairs": lambda q, k, batch, heads: from_mask(pairs_mask(q, k)),
+    "per head": lambda q, k, batch, heads: per_head(
+        [[_HEADS[(b + h) // 2 % 4] for h in range(heads)] for b in range(batch)]
+    ),
+    "padded batch": lambda q, k, batch, heads: padded(
+        *([max(1, n - 7 * b) for b in range(batch)] for n in (q, k))
+    ),
 }
-"""Row -> arguments of a call that uses it."""
+"""Name -> pattern of given lengths, batch size and number of heads."""
+BIASES = {
+    None: lambda q, k, batch, heads: None,
+    "per pair": lambda q, k, batch, heads: (batch, heads, q, k),
+    "per key": lambda q, k, batch, heads: (1, k),
+    "per query": lambda q, k, batch, heads: (heads, q, 1),
+}
+"""Name -> shape of a bias for given lengths, batch size and number of heads."""
+TERMS = "sinks", "softcap", "alibi_slopes", "bias", "score_mod"
+PROBLEM: dict[str, list[Any]] = {
+    "heads": [(4, 4), (4, 2), (4, 1)],
+    "batch": [1, 3, 0],
+    "lengths": [(20, 20), (11, 23), (23, 11)],
+    "mask": list(MASKS),
+    "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    "has_overlapping_rows": [False, True],
+    "is_causal": [False, True],
+    "scale": [None, -0.3],
+    "dropout_p": [0.0, 0.3],
+    "seed": [0, 7],
+    **dict.fromkeys(TERMS, [False, True]),
+    "bias": list(BIASES),
+    "return_lse": [True, False],
+    "verify": [False, True],
+    "backend": [None, "reference"],
+}
+_GRADIENTS = {"gradients": [True, False]}
+_DEVICE = {"default_device": ["cpu", "meta"]}
+_TASKS = {
+    "num_tasks": [None, 1, 3, 7],
+    "plan": [None, "rows", "grid", "quorums"],
+    "progress": [False, max],  # any function of two numbers
+}
+_RANKS = {
+    "head_parallel": ["auto", 1, 2],
+    "plan": [None, "rows", "grid", "quorums"],
+    "max_bytes": [None, 1, 2],  # as multiples of the least possible
+}
+AXES: dict[str, dict[str, list[Any]]] = {
+    "this process": PROBLEM
+    | _GRADIENTS
+    | _DEVICE
+    | _TASKS
+    | {"attn_mask": [False, True], "enable_gqa": [True, False], "compiles_merges": [False, True]},
+    "Triton": PROBLEM
+    | _GRADIENTS
+    | {
+        "dtype": [torch.float32, torch.float16],
+        "lengths": [(40, 40), (19, 43), (43, 19)],
+        "batch": [1, 2],
+        "score_mod": [False],
+        "backend": ["triton"],
+        "num_tasks": [None, 3],
+    },
+    "Ray tasks": PROBLEM | _GRADIENTS | _TASKS,
+    "Ray tasks, `submit`": PROBLEM | _TASKS,
+    "Ray shards": PROBLEM | _RANKS,
+    "ranks": PROBLEM
+    | _GRADIENTS
+    | _DEVICE
+    | _RANKS
+    | {
+        "num_chunks": [None, 2],
+        "links": [None, (1e9, 1e-4)],
+        "joint": ["none", "front", "rear"],
+        "kind": ["plain", "prepared", "DTensor"],
+    },
+    "streaming": PROBLEM
+    | _GRADIENTS
+    | _DEVICE
+    | {
+        "lengths": [(150, 150), (90, 170), (170, 90)],
+        "memory_budget": [1, 3],  # as multiples of the least possible
+        "device": [None, "cpu"],
+        "progress": [False, max],
+        "compiles_merges": [False, True],
+    },
+}
+"""Executor -> axis of its matrix -> values."""
+IMPOSSIBLE = (
+    {("mask", "per head"), ("head_parallel", 2)},  # every group of heads has one pattern
+    {("mask", "documents"), ("attn_mask", True)},  # positions of other kinds
+    {("heads", (4, 2)), ("enable_gqa", False)},
+    {("heads", (4, 1)), ("enable_gqa", False)},
+)
+"""Pairs of values that no call has."""
+
+ROWS: dict[str, str] = {
+    "is_causal": "is_causal",
+    "pattern": "mask",
+    "pattern, one per head": "mask",
+    "pattern, of a padded batch": "mask",
+    "scale": "scale",
+    "dropout_p": "dropout_p",
+    "seed": "seed",
+    "attn_mask": "attn_mask",
+    "enable_gqa": "enable_gqa",
+    "scores": "sinks",
+    "num_tasks": "num_tasks",
+    "plan": "plan",
+    "backend": "backend",
+    "return_lse": "return_lse",
+    "verify": "verify",
+    "progress": "progress",
+    "head_parallel": "head_parallel",
+    "num_chunks": "num_chunks",
+    "links": "links",
+    "max_bytes": "max_bytes",
+    "memory_budget": "memory_budget",
+    "device": "device",
+    "gradients": "gradients",
+}
+"""Row of the table -> its axis."""
 OWN = {
     "executor": "chooses the executor",
     "group": "the process group of the ranks",
@@ -114,14 +219,14 @@ def parameters(executor: str) -> list[str]:
 
 def cells() -> list[tuple[str, str]]:
     """List all (row, executor), whether the executor supports the option or not."""
-    return [(row, executor) for row in VALUES for executor in FUNCTIONS]
+    return [(row, executor) for row in ROWS for executor in FUNCTIONS]
 
 
 def format_table() -> str:
     """Lay out the table and its notes."""
     reasons = list(dict.fromkeys(HOLES[cell] for cell in cells() if cell in HOLES))
     lines = [" | ".join(["| option", *FUNCTIONS]) + " |", "|---" * (1 + len(FUNCTIONS)) + "|"]
-    for row in VALUES:
+    for row in ROWS:
         found = [HOLES.get((row, executor)) for executor in FUNCTIONS]
         texts = ["yes" if each is None else f"no [{reasons.index(each) + 1}]" for each in found]
         lines.append(" | ".join([f"| {row}", *texts]) + " |")

@@ -130,6 +130,15 @@ def with_gradients(compute, tensors, leaves):
     return [output, lse, *found]
 
 
+def factors_of(problem, **dropout):
+    """Factors of dropout on the weights."""
+    tensors = problem.query, problem.key, problem.value
+    dropped = cqs.problem.check_problem(*tensors, **dropout).dropout
+    ranges = [range(problem.query.shape[2])], [range(problem.key.shape[2])]
+    bits = dropped.random_bits(problem.query, *ranges)
+    return dropped.kept(bits).to(problem.query.dtype) * dropped.scale
+
+
 def expected(problem, drawn, factors=1.0, dtype=None):
     """Output, LSE and gradients by the definition."""
     scores, leaves = drawn.make(dtype)

@@ -1,8 +1,4 @@
-"""Options of the scores, on every executor, against a definition in float64.
-
-The random problems combine them with patterns, causal masks, GQA, lengths that differ, dropout and
-any number of tasks: 2,400 on one device and in parts, 600 on ranks and 20 on Ray.
-"""
+"""Options of the scores: errors, special values, gradients of what functions read, and graphs."""
 
 import random
 from contextlib import nullcontext
@@ -13,9 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from limited import smallest_limit
-from programs import as_dtensor
-from random_problems import TERMS, Call, calls_of_all_pairs, random_case, random_problem
+from option_table import TERMS
 from score_cases import (
     Drawn,
     assert_equal,
@@ -29,7 +23,6 @@ from score_cases import (
     with_gradients,
 )
 from support.exact import assert_tracks_exact
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,95 +30,13 @@ import cqs
 from benchmarks.cases import Case
 from cqs.executors.ray.pool import Calls
 from cqs.executors.ray.tasks.run import _Merges, _Tasks
-from cqs.patterns import causal, per_head, sliding_window
-from cqs.worker import BACKENDS
+from cqs.patterns import sliding_window
 
-NUM_CASES = 2400
-BATCH = 10
 CASE = Case("sinks", 41, 50, num_heads=4, num_kv_heads=2, batch=2)
 
 
 def draw(problem, *names, seed=5):
     return Drawn(problem, random.Random(seed), names)
-
-
-def factors_of(problem, **dropout):
-    """Factors of dropout on the weights."""
-    tensors = problem.query, problem.key, problem.value
-    dropped = cqs.problem.check_problem(*tensors, **dropout).dropout
-    ranges = [range(problem.query.shape[2])], [range(problem.key.shape[2])]
-    bits = dropped.random_bits(problem.query, *ranges)
-    return dropped.kept(bits).to(problem.query.dtype) * dropped.scale
-
-
-@pytest.mark.sample(80)
-@pytest.mark.parametrize("batch", range(NUM_CASES // BATCH))
-def test_random_problems_are_exact(batch):
-    generator = random.Random(batch)
-    for _ in range(BATCH):
-        case = random_case(generator)
-        problem = replace(case, batch=generator.choice([1, 1, 2])).make(torch.float64)
-        drawn, options, factors = Drawn(problem, generator), {}, 1.0
-        if generator.random() < 0.3:
-            options = {"dropout_p": 0.3, "seed": batch}
-            factors = factors_of(problem, **options)
-        exact = expected(problem, drawn, factors)
-        number = generator.choice([1, 2, 5, 13, 64])
-        local = partial(cqs.attention, num_tasks=number, verify=True)
-        assert_equal(compute_by(local, problem, drawn, **options), exact)
-        stream = partial(cqs.streaming.attention, memory_budget=400_000, device="cpu")
-        assert_equal(compute_by(stream, problem, drawn, **options), exact)
-
-
-@pytest.mark.parametrize("name", TERMS)
-def test_parts_of_a_long_sequence_are_exact(name):
-    case = Case("long", 400, 500, num_heads=4, num_kv_heads=2, head_dim=8, is_causal=True)
-    problem = case.make(torch.float64)
-    drawn = draw(problem, name)
-    stream = partial(cqs.streaming.attention, memory_budget=300_000, device="cpu", verify=True)
-    assert_equal(compute_by(stream, problem, drawn), expected(problem, drawn))
-
-
-@pytest.mark.parametrize("shape", [(4, 1, 500), (400, 1)], ids=str)
-def test_gradients_of_a_bias_add_up_over_parts_of_a_long_sequence(shape):
-    problem = Case("long", 400, 500, num_heads=4, num_kv_heads=2, head_dim=8).make(torch.float64)
-    drawn = draw(problem, "bias")
-    drawn.bias, drawn.has_bias_gradient = shape, True
-    stream = partial(cqs.streaming.attention, memory_budget=300_000, device="cpu")
-    assert_equal(compute_by(stream, problem, drawn), expected(problem, drawn))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", TERMS)
-def test_every_dtype(backend, dtype, name):
-    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("Triton's interpreter has no bfloat16")
-    problem = CASE.make(dtype)
-    drawn = draw(problem, name)
-    options = {"backend": backend, "num_tasks": 3}
-    tensors = problem.query, problem.key, problem.value
-    terms = cqs.problem.check_problem(*tensors, scores=drawn.make()[0]).terms
-    if missing := (terms.names if terms else set()) - BACKENDS[backend].supported_terms:
-        with pytest.raises(NotImplementedError, match="scores with " + ", ".join(sorted(missing))):
-            compute_by(cqs.attention, problem, drawn, **options)
-        del options["backend"]
-    found = compute_by(cqs.attention, problem, drawn, **options)
-    of_leaves = [leaf.dtype for leaf in drawn.make()[1]]
-    assert [each.dtype for each in found] == [dtype, torch.float32, *[dtype] * 3, *of_leaves]
-    tensors = {n: getattr(problem, n).double() for n in ("query", "key", "value")}
-    exact = expected(replace(problem, **tensors), drawn, dtype=torch.float64)
-    for got, plain, right in zip(found, expected(problem, drawn), exact, strict=True):
-        assert_tracks_exact(got, plain, right, slack=8)
-
-
-def test_heads_with_patterns_of_their_own():
-    problem = CASE.make(torch.float64)
-    windows = [sliding_window(9, 0), causal(), sliding_window(3, 3), causal()]
-    problem = replace(problem, pattern=per_head([windows]))
-    drawn = draw(problem, *TERMS)
-    local = partial(cqs.attention, num_tasks=4, verify=True)
-    assert_equal(compute_by(local, problem, drawn), expected(problem, drawn))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_tasks": 3}, {"backend": "reference"}], ids=str)
@@ -158,105 +69,6 @@ def test_sinks_without_gradients_and_infinite_sinks():
         return_lse=True,
     )
     assert (empty.output == 0).all() and torch.equal(empty.lse, sinks.view(-1, 1).expand(2, 4, 41))
-
-
-def split_rows(length, marks, rank, number, position):
-    """The joint rows, those of a rank's shard, and all rows of its result, of a whole sequence."""
-    joint = range(number) if position == "front" else range(length - number, length)
-    rest = range(number, length) if position == "front" else range(length - number)
-    own = [row for row in rest if marks[rank] <= row < marks[rank + 1]]
-    return list(joint), own, [*joint, *own] if position == "front" else [*own, *joint]
-
-
-def errors_on_rank(group, calls):
-    return [error_on_rank(group, call) for call in calls]
-
-
-def error_on_rank(group, call):
-    """Largest error of a call on this rank, with and without gradients."""
-    case, rank = call.case, dist.get_rank(group)
-    problem = case.make(torch.float64)
-    drawn = Drawn(problem, random.Random(str(call.options)), call.terms)
-    dropout = {name: call.options[name] for name in ("dropout_p", "seed") if name in call.options}
-    exact = expected(problem, drawn, factors_of(problem, **dropout) if "seed" in dropout else 1.0)
-    position, *numbers = call.joint
-    (joint_rows, own_rows, rows), (joint_keys, own_keys, _) = (
-        split_rows(length, marks, rank, min(number, length), position)
-        for length, marks, number in zip(
-            (case.seqlen_q, case.seqlen_kv), call.cuts, numbers, strict=True
-        )
-    )
-    scores, leaves = drawn.make()
-    if scores.bias is not None and scores.bias.ndim > 1 and scores.bias.shape[-2] > 1:
-        scores = replace(scores, bias=scores.bias[..., rows, :])
-    parts = own_rows, own_keys, own_keys, joint_rows, joint_keys, joint_keys
-    tensors = [
-        whole[:, :, part].detach().requires_grad_()
-        for whole, part in zip(2 * tensors_of(problem), parts, strict=True)
-    ]
-    names = "joint_query", "joint_key", "joint_value"
-    of_call = {n: t for n, t in zip(names, tensors[3:], strict=True) if t.shape[2]}
-    of_call |= {"scores": scores}
-    options = {"is_causal": case.is_causal, "pattern": case.pattern, "scale": case.scale}
-    options |= call.options | {"joint_position": position, "group": group, "return_lse": True}
-
-    def attend(more):
-        given, shards = options | of_call | more, tensors[:3]
-        if call.kind == "prepared":
-            seed = {"seed": given.pop("seed")} if "seed" in given else {}
-            return cqs.distributed.prepare(*shards, **given)(*shards, **of_call, **seed)
-        if call.kind == "DTensor":
-            shards = [as_dtensor(shard, group) for shard in shards]
-        found = cqs.distributed.attention(*shards, **given)
-        return [each.to_local() if isinstance(each, DTensor) else each for each in found]
-
-    limit = {"max_bytes": call.limit * smallest_limit(attend, {})} if call.limit else {}
-    output, lse = attend(limit)
-    grad = gradient_of_output(exact[0])[:, :, rows]
-    if rank:  # the gradients of all ranks' copies of the joint rows add up
-        grad[:, :, [rows.index(row) for row in joint_rows]] = 0
-    found = torch.autograd.grad(output, (*tensors, *leaves), grad, materialize_grads=True)
-    gradients = [each.contiguous() for each in found]
-    with torch.no_grad():
-        without, _ = attend(limit)
-    for each in gradients[3:]:
-        dist.all_reduce(each, group=group)
-    wanted = [exact[0][:, :, rows], exact[1][:, :, rows]]
-    wanted += [exact[2 + i % 3][:, :, part] for i, part in enumerate(parts)]
-    pairs = zip([without, output, lse, *gradients], [wanted[0], *wanted, *exact[5:]], strict=True)
-    errors = [(got - want).detach().abs().max() for got, want in pairs if got.numel()]
-    return max(map(torch.Tensor.item, errors), default=0.0)
-
-
-def assert_exact_on_ranks(ranks, num_ranks, calls):
-    for of_rank in ranks.run(num_ranks, errors_on_rank, calls):
-        for error, call in zip(of_rank, calls, strict=True):
-            assert error < 1e-9, call
-
-
-@pytest.mark.slow
-@pytest.mark.sample(30)
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_ranks_are_exact(ranks, num_ranks, seed):
-    generator = random.Random(10 * num_ranks + seed)
-    numbers = [(0, 0), (0, 0), (3, 5), (0, 2), (4, 0)]
-    assert_exact_on_ranks(
-        ranks,
-        num_ranks,
-        [
-            Call(
-                *random_problem(generator, num_ranks),
-                joint=(generator.choice(["front", "rear"]), *generator.choice(numbers)),
-            )
-            for _ in range(12)
-        ],
-    )
-
-
-@pytest.mark.slow
-def test_every_pair_of_options_on_ranks_is_exact(ranks):
-    assert_exact_on_ranks(ranks, 4, calls_of_all_pairs(0, 4))
 
 
 def disagree(group):
@@ -300,22 +112,7 @@ def test_ranks_agree_on_scores(ranks):
 
 
 @pytest.mark.ray
-def test_ray_tasks_are_exact(cluster):
-    generator = random.Random(3)
-    for _ in range(20):
-        problem = random_case(generator).make(torch.float64)
-        drawn = Drawn(problem, generator)
-        tasks = partial(cluster.attention, num_tasks=5, verify=True)
-        exact = expected(problem, drawn)
-        assert_equal(compute_by(tasks, problem, drawn), exact)
-        scores, leaves = drawn.make()
-        tensors = problem.query, problem.key, problem.value
-        options = options_of(problem) | {"return_lse": True, "scores": scores}
-        with torch.no_grad():
-            assert_equal(cluster.submit(*tensors, **options).result(), exact[:2])
-            if min(problem.query.shape[2], problem.key.shape[2]) > 1:
-                sharded = cluster.attention(cluster.shard(*tensors), **options)
-                assert_equal(sharded.to_local(), exact[:2])
+def test_calls_without_gradients_reject_terms_that_require_them(cluster):
     problem = CASE.make(torch.float64)
     tensors = problem.query, problem.key, problem.value
     leaf = torch.zeros((), requires_grad=True, dtype=torch.float64)
