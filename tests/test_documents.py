@@ -22,6 +22,8 @@ from cqs.__main__ import main
 pytestmark = pytest.mark.slow
 
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+SAMPLE = "README.md", "docs/api/scores.md"
+"""Pages that `make test` runs."""
 PACKAGES = {"cqs": "cqs.commands", "benchmarks": "benchmarks"}
 CHECKER = doctest.OutputChecker()
 
@@ -30,7 +32,8 @@ def with_marks(page):
     uses_ray = any(
         fence.language == "python" and "Cluster(" in fence.code for fence in fences(page)
     )
-    return pytest.param(page, marks=[pytest.mark.ray] if uses_ray else [])
+    marks = [pytest.mark.ray] if uses_ray else []
+    return pytest.param(page, marks=marks + ([] if page in SAMPLE else [pytest.mark.long]))
 
 
 def run_python(fence, names, page):

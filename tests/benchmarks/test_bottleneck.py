@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from benchmarks import bottleneck
 from benchmarks.plots.bottleneck import plot_bottleneck
@@ -41,21 +40,6 @@ def test_parts_of_a_model_are_timed(kind, pattern):
         assert sum(row.details[part] for part in bottleneck.PARTS) == pytest.approx(row.median_ms)
         assert 0 < row.ratio < 1
         assert row.executor == ("dense" if pattern is None else repr(pattern))
-
-
-def test_a_pattern_is_what_the_layer_attends_with(monkeypatch):
-    calls = []
-
-    def attention(query, key, value, **options):
-        calls.append(options)
-        return torch.zeros_like(query)
-
-    monkeypatch.setattr(bottleneck.cqs, "attention", attention)
-    for kind, is_causal in (("bert", False), ("llama", True)):
-        calls.clear()
-        bottleneck.measure(small_config(kind), 64, sliding_window(4, 4), name=kind, repeats=1)
-        assert [each["pattern"] for each in calls] == 2 * [sliding_window(4, 4)]
-        assert all(each["is_causal"] == is_causal for each in calls)
 
 
 def test_rows_and_figure_are_written(tmp_path):

@@ -98,13 +98,6 @@ def test_a_rank_that_fails_ends_all(capfd):
     assert not [each for each in os.listdir("/run/netns") if f"-{os.getpid()}-" in each]
 
 
-@pytest.mark.filterwarnings("ignore:'benchmarks.__main__' found in sys.modules")
-def test_the_command_runs_a_module_on_all_hosts(capfd):
-    words = "hosts --hosts 2 --mbit 50,100 benchmarks peers --seqlen 64 --heads 4 --head-dim 16"
-    assert main([*words.split(), "--repeats", "1", "--only", "cqs,ring"]) == 0
-    assert capfd.readouterr().out.count("causal-64-h4-kv4-d16") == 4
-
-
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_links_carry_what_the_plan_promises(tmp_path, capfd, ranks_per_host):
     out = tmp_path / "rows.jsonl"

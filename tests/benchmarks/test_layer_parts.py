@@ -1,15 +1,13 @@
 """The benchmark ``block`` verifies a layer on meshes, and times it and its parts."""
 
-import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import make_mesh
 
 from benchmarks import block, layer_parts
-from benchmarks.__main__ import main
 from benchmarks.clock import Clock
 from benchmarks.plots.layer_parts import plot_parts
 from cqs.executors.verify import VerificationError
@@ -62,21 +60,11 @@ def test_a_clock_gives_each_part_its_time():
     assert found["rest"] == 0 <= found["feed-forward"] < 0.02
 
 
-def test_alone_it_needs_no_torchrun(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    out = tmp_path / "rows.jsonl"
-    options = ["--seqlen", "64,96", "--heads", "2", "--head-dim", "16", "--repeats", "1"]
-    assert main(["block", *options, "--out", str(out)]) == 0
-    assert not dist.is_initialized()
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["case"], row["executor"]) for row in rows] == [
-        (f"{kind}-{tokens}-h2-kv2-d16", "one")
-        for tokens in (64, 96)
-        for kind in ("dense", "window")
-    ]
-    assert all(row["details"]["communication_ms"] == 0 for row in rows)
-    axes = plot_parts([block.Measurement(**row) for row in rows])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(layer_parts.PARTS)
+def test_bars_add_the_parts_of_a_row():
+    row = block.Measurement("block step", "a", "x", 2, "x", "float32", 1, 1, 1, 1, 1)
+    row = replace(row, details={f"{part}_ms": 1.0 for part in layer_parts.PARTS})
+    axes = plot_parts([replace(row, case=case, executor=by) for by in "xy" for case in "ab"])
+    labels = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert labels == ["a  x", "a  y", "b  x", "b  y"]
     ends = {bar.get_y(): bar.get_x() + bar.get_width() for bar in axes.patches}
-    sums = [sum(row["details"][f"{part}_ms"] for part in layer_parts.PARTS) for row in rows]
-    assert list(ends.values()) == pytest.approx(sums)
+    assert list(ends.values()) == 4 * [len(layer_parts.PARTS)]

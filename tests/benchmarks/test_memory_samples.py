@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from benchmarks.memory_samples import record_memory, samples_of_snapshot
-from benchmarks.plots.memory import plot_memory
 from cqs.worker.memory import measure_peak_bytes
 
 pytestmark = pytest.mark.long
@@ -49,16 +48,3 @@ def test_samples_of_a_snapshot_count_what_was_there_before():
         (1.000001, 3072 - 256 + 512), (2.0, 3072 - 256), (3.0, 3072)
     ]  # fmt: skip
     assert samples_of_snapshot(snapshot, 0) == []
-
-
-def test_samples_are_plotted_as_steps_in_mebibytes():
-    axes = plot_memory([(5.0, 0), (5.1, 3 * 2**20), (5.3, 2**20)], predicted_bytes=4 * 2**20)
-    line, predicted = axes.lines
-    assert line.get_drawstyle() == "steps-post"
-    assert line.get_xydata() == pytest.approx(np.array([[0, 0], [100, 3], [300, 1]]))
-    assert set(predicted.get_ydata()) == {4}
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["held, peak 3 MiB", "predicted 4 MiB"]
-    assert len(plot_memory([(0.0, 1)], axes).lines) == 3
-    with pytest.raises(ValueError, match="samples must have at least one"):
-        plot_memory([])

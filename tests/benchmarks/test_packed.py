@@ -1,11 +1,8 @@
 """``python -m benchmarks packed``: lengths of documents, and what a row says of a plan."""
 
-import json
-
 import numpy as np
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.packed import _LENGTHS, PackedSequence, plan_rank
 from cqs.patterns import documents
 from cqs.scheduler import AttentionShape
@@ -20,17 +17,6 @@ def test_lengths_fill_the_sequence(name):
         assert len(lengths) == 30
     else:  # medians of the tables
         assert 200 < np.median(lengths) < 700
-
-
-def test_rows_state_time_balance_and_bytes(tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    assert main(["packed", "--seqlen", "16384", "--repeats", "2", "--out", str(file)]) == 0
-    assert "one-long" in capsys.readouterr().out
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["case"].rpartition("-")[0] for row in rows] == list(_LENGTHS)
-    for row in rows:
-        assert 0 < row["details"]["best_ms"] <= row["median_ms"]
-        assert row["ratio"] <= row["details"]["most_bytes"]
 
 
 def test_bytes_of_a_plan_are_those_of_its_routes():

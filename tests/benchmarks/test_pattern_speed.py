@@ -1,8 +1,5 @@
 """What the benchmark ``patterns`` compares: the same pairs said twice, passes that agree."""
 
-import json
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -52,17 +49,3 @@ def test_passes_of_all_contenders_agree(monkeypatch):
         "forward": {"cqs", "flex", "naive", "dense"},
         "backward": {"cqs", "flex", "dense"},
     }
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is a benchmark")
-def test_rows_are_kept(tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    patterns.run(tokens=TOKENS, repeats=1, only="block-diagonal,window-50", out=str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert Counter(row["executor"] for row in rows) == dict.fromkeys(
-        ("cqs", "dense", "masked", "naive"), 3
-    )
-    assert rows[0]["details"]["density"] == pytest.approx(0.5, abs=0.01)
-    assert "times naive: geometric mean" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="only must name patterns"):
-        patterns.run(only="nothing")

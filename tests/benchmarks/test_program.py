@@ -29,17 +29,14 @@ def test_more_work_than_can_be_done_is_refused_at_once(capsys, options, name):
     assert output == "" and name in error and "at most" in error
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--fit"], ["--check"], ["--mtbf", "opt", "--spread"]],
-    ids=lambda options: options[-1],
-)
-def test_only_regular_files_are_read(tmp_path, monkeypatch, capsys, options):
+def test_only_regular_files_of_bounded_size_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("folder")
-    for path in ("pipe", "folder", "/dev/zero"):
-        assert main(["simulate", *options, path]) == 2
+    with open("rows.jsonl", "w") as file:
+        file.truncate(10 * 2**30)
+    for path in ("pipe", "folder", "/dev/zero", "rows.jsonl"):
+        assert main(["simulate", "--fit", path]) == 2
         output, error = capsys.readouterr()
         assert output == "" and path in error
 
