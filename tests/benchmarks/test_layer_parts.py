@@ -1,7 +1,6 @@
 """The benchmark ``block`` verifies a layer on meshes, and times it and its parts."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from models import make_mesh
 
 from benchmarks import block, layer_parts
 from benchmarks.clock import Clock
-from benchmarks.plots.layer_parts import plot_parts
 from cqs.executors.verify import VerificationError
 from cqs.patterns import sliding_window
 
@@ -58,13 +56,3 @@ def test_a_clock_gives_each_part_its_time():
     found = clock.stop()
     assert 0.02 <= found["attention"] and 0.05 <= found["communication"]
     assert found["rest"] == 0 <= found["feed-forward"] < 0.02
-
-
-def test_bars_add_the_parts_of_a_row():
-    row = block.Measurement("block step", "a", "x", 2, "x", "float32", 1, 1, 1, 1, 1)
-    row = replace(row, details={f"{part}_ms": 1.0 for part in layer_parts.PARTS})
-    axes = plot_parts([replace(row, case=case, executor=by) for by in "xy" for case in "ab"])
-    labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    assert labels == ["a  x", "a  y", "b  x", "b  y"]
-    ends = {bar.get_y(): bar.get_x() + bar.get_width() for bar in axes.patches}
-    assert list(ends.values()) == 4 * [len(layer_parts.PARTS)]

@@ -1,10 +1,7 @@
 """Every method that ``python -m benchmarks peers`` times is attention, forward and backward."""
 
 import json
-import time
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -121,35 +118,6 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     assert [json.loads(line)["executor"] for line in out.read_text().splitlines()] == [
         r.executor for r in rows
     ]
-
-
-def test_methods_of_nccl_run_in_processes_with_one_connection():
-    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert peers._separate(["one", "cqs"]) == []
-    assert peers._separate(["ring", "one"]) == [(["one", "ring"], one)]
-    assert peers._separate(["cqs", "ring", "one", "ulysses"]) == [
-        (["one", "ring", "ulysses"], one),
-        (["cqs", "one"], {}),
-    ]
-
-
-def looped(group):
-    """Seconds of calls in loops, of which those of rank 1 take longer, and the number of calls."""
-    calls = Counter()
-
-    def call(name):
-        calls[name] += 1
-        time.sleep(0.005 if dist.get_rank(group) else 0.001)
-
-    passes = {name: partial(call, name) for name in ("short", "long")}
-    seconds = {"short": [0.005, 0.005, 9.0], "long": [0.15, 0.15, 0.15]}
-    return peers.time_loops(passes, seconds, group, torch.device("cpu")), calls
-
-
-def test_loops_take_the_time_of_the_slowest_rank(ranks):
-    (first, calls), (second, _) = ranks.run(2, looped)
-    assert first == second and min(first.values()) >= 0.005
-    assert calls == {"short": 3 * 20, "long": 3 * 2}
 
 
 def test_a_wrong_method_stops_every_rank(ranks):

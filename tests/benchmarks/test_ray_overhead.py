@@ -59,16 +59,3 @@ def test_a_result_that_changes_is_an_error(monkeypatch, wrong):
     message = "undisturbed runs differ" if wrong == "undisturbed" else "after 1 workers"
     with pytest.raises(VerificationError, match=message):
         sharded._time_failures(cluster, None, "case", 1, "any moment")
-
-
-def test_a_run_without_a_failure_does_not_count(monkeypatch):
-    pids = iter([[1, 2]] * 5 + [[3, 4]])
-    seconds = iter([1.0, 1, 1, 2, 1, 4])
-    monkeypatch.setattr(
-        sharded,
-        "_run_in_one_call",
-        lambda *_: sharded._Run(next(seconds), next(pids), torch.zeros(3)),
-    )
-    cluster = types.SimpleNamespace(pids=[1, 2])
-    row = sharded._time_failures(cluster, None, "case", 1, "any moment")
-    assert (row.repeats, row.ratio, row.details) == (1, 4, {"longest_ms": 4000})

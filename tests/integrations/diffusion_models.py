@@ -28,99 +28,14 @@ _OPTIONS = {
 """Model -> options of its configuration, except the heads."""
 
 
-def _wan_inputs(frames, height, width, text):
-    return {
-        "hidden_states": randn(2, 2, frames, 2 * height, 2 * width),
-        "timestep": tensor([3, 700]),
-        "encoder_hidden_states": randn(2, text, 6),
-    }
-
-
-def _flux_inputs(frames, height, width, text):
-    grid = torch.cartesian_prod(*map(torch.arange, (frames, height, width)))
-    return {
-        "hidden_states": randn(2, len(grid), 4),
-        "encoder_hidden_states": randn(2, text, 6),
-        "pooled_projections": randn(2, 5),
-        "timestep": tensor([0.3, 0.7]),
-        "img_ids": grid.float(),
-        "txt_ids": torch.zeros(text, 3),
-    }
-
-
-def _qwen_image_inputs(frames, height, width, text):
-    return {
-        "hidden_states": randn(2, frames * height * width, 4),
-        "encoder_hidden_states": randn(2, text, 6),
-        "encoder_hidden_states_mask": _padded(text),
-        "timestep": tensor([0.3, 0.7]),
-        "img_shapes": [[(frames, height, width)]] * 2,
-    }
-
-
-def _hunyuan_video_inputs(frames, height, width, text):
-    return {
-        "hidden_states": randn(2, 2, frames, height, width),
-        "timestep": tensor([3, 700]),
-        "encoder_hidden_states": randn(2, text, 6),
-        "encoder_attention_mask": _padded(text),
-        "pooled_projections": randn(2, 5),
-        "guidance": tensor([1.0, 2.0]),
-    }
-
-
-def _ltx_inputs(frames, height, width, text):
-    return {
-        "hidden_states": randn(2, frames * height * width, 4),
-        "encoder_hidden_states": randn(2, text, 6),
-        "timestep": tensor([3, 700]),
-        "encoder_attention_mask": _padded(text).long(),
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-    }
-
-
-def _cogvideox_inputs(frames, height, width, text):
-    angles = randn(frames * height * width, HEAD_DIM // 2).repeat_interleave(2, 1)
-    return {
-        "hidden_states": randn(2, frames, 2, 2 * height, 2 * width),
-        "encoder_hidden_states": randn(2, text, 6),
-        "timestep": tensor([3, 700]),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
-    }
-
-
-def _z_image_inputs(frames, height, width, text):
-    """Captions and images are padded to multiples of 32, and to those of the whole batch."""
-    return {
-        "x": [randn(2, frames, 2 * height, 2 * width), randn(2, 1, 2, 2)],
-        "t": tensor([0.3, 0.7]),
-        "cap_feats": [randn(text, 6), randn(text + 32, 6)],
-    }
-
-
-FAMILIES = {
-    "Wan": _wan_inputs,
-    "Flux": _flux_inputs,
-    "QwenImage": _qwen_image_inputs,
-    "HunyuanVideo": _hunyuan_video_inputs,
-    "LTX": _ltx_inputs,
-    "CogVideoX": _cogvideox_inputs,
-    "ZImage": _z_image_inputs,
-}
-"""Beginning of the name of a model -> function that makes its inputs."""
+FAMILIES = "Wan", "Flux", "QwenImage", "HunyuanVideo", "LTX", "CogVideoX", "ZImage"
+"""Beginnings of the names of the models."""
 
 SIZES = {
     "3 heads, 45 tokens, 7 of text": (3, (3, 3, 5, 7)),
     "4 heads, 11 tokens, 2 of text": (4, (1, 1, 11, 2)),
 }
 """Number of heads; frames, height, width and text of the inputs."""
-
-
-def _padded(text):
-    """The second element of the batch has one token of text less."""
-    return torch.arange(text) < tensor([[text], [text - 1]])
 
 
 def make_model(family, heads):
@@ -141,8 +56,42 @@ def make_model(family, heads):
 
 
 def make_inputs(family, sizes):
+    """Return inputs for two samples; the second has one token of text less, if there is a mask."""
+    frames, height, width, text = sizes
     torch.manual_seed(1)
-    return FAMILIES[family](*sizes)
+    if family == "ZImage":  # pads captions and images, also to those of the whole batch
+        return {
+            "x": [randn(2, frames, 2 * height, 2 * width), randn(2, 1, 2, 2)],
+            "t": tensor([0.3, 0.7]),
+            "cap_feats": [randn(text, 6), randn(text + 32, 6)],
+        }
+    latents = {
+        "Wan": (2, 2, frames, 2 * height, 2 * width),
+        "HunyuanVideo": (2, 2, frames, height, width),
+        "CogVideoX": (2, frames, 2, 2 * height, 2 * width),
+    }
+    grid = torch.cartesian_prod(*map(torch.arange, (frames, height, width)))
+    mask = torch.arange(text) < tensor([[text], [text - 1]])
+    inputs = {
+        "hidden_states": randn(latents.get(family, (2, len(grid), 4))),
+        "encoder_hidden_states": randn(2, text, 6),
+        "timestep": tensor([0.3, 0.7] if family in ("Flux", "QwenImage") else [3, 700]),
+    }
+    if family == "Flux":
+        inputs |= {"img_ids": grid.float(), "txt_ids": torch.zeros(text, 3)}
+    if family == "QwenImage":
+        inputs |= {"encoder_hidden_states_mask": mask, "img_shapes": [[sizes[:3]]] * 2}
+    if family in ("Flux", "HunyuanVideo"):
+        inputs["pooled_projections"] = randn(2, 5)
+    if family == "HunyuanVideo":
+        inputs |= {"encoder_attention_mask": mask, "guidance": tensor([1.0, 2.0])}
+    if family == "LTX":
+        inputs |= {"num_frames": frames, "height": height, "width": width}
+        inputs["encoder_attention_mask"] = mask.long()
+    if family == "CogVideoX":
+        angles = randn(len(grid), HEAD_DIM // 2).repeat_interleave(2, 1)
+        inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+    return inputs
 
 
 def as_list(tensors):

@@ -21,7 +21,7 @@ from torch.testing._comparison import default_tolerances
 NUM_TASKS = 3
 """Number of tasks of every call, so that partial outputs are merged."""
 
-REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
+REFUSALS = (
     (TypeError, r"^\w+\(\) does not support (\w+): ", r"\1"),
     (TypeError, r"^flex_attention\(\) got an unexpected keyword argument '(prob_mod)'", r"\1"),
     (NotImplementedError, r" of layer \d+: (\w+) is not supported$", r"\1"),

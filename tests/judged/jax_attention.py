@@ -2,11 +2,10 @@
 
 from functools import partial
 from itertools import product
-from typing import Any
 
 from .framework import NUM_TASKS, Case, Suite, assert_close
 
-_MASKS: tuple[tuple[str, ...], ...] = (
+_MASKS = (
     *(("bias",), ("causal",), ("padding",), ("custom",), ("causal", "padding")),
     *(("custom", "padding"), ("bias", "causal"), ("causal", "sliding_window")),
 )
@@ -25,7 +24,7 @@ def _cases():
     ):
         if dtype == "float16" and compiled:
             continue  # XLA does not compile jax.nn's reference for CPUs
-        options: dict[str, Any] = {"group": group, "use_vmap": use_vmap, "compiled": compiled}
+        options = {"group": group, "use_vmap": use_vmap, "compiled": compiled}
         yield Case(f"groups {dtype} {options}", partial(_check, dtype, (), **options))
     for dtype, modes, compiled in product(("bfloat16", "float32"), _MASKS, (False, True)):
         check = partial(_check, dtype, modes, compiled=compiled)

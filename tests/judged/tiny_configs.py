@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig
 LENGTH = 17
 _VOCABULARY = 99
 _OPTIONS = json.loads(Path(__file__).with_name("tiny_options.json").read_text())
-_SIZES: dict[str, int] = _OPTIONS["sizes"]
+_SIZES = _OPTIONS["sizes"]
 """Option -> value, for configurations that have the option."""
 _EVEN_IF_NONE = {
     *("head_dim", "num_key_value_heads", "vocab_size", "moe_intermediate_size"),
@@ -46,7 +45,7 @@ def make_config(kind, are_sizes_ruled=True):
 
 def _options_of(kind, are_sizes_ruled):
     try:
-        default: Any = kind()
+        default = kind()
         values = vars(default)
     except Exception:  # a configuration that requires another one
         default = None
@@ -185,7 +184,7 @@ _BINS = ("feature_projection_input_dim", "input_dim")
 def _first_batch(model, config, padding):
     generator = torch.Generator().manual_seed(1)
     accepted = inspect.signature(model.forward).parameters
-    batch: dict[str, Any] = {}
+    batch = {}
     ids = torch.randint(3, 89, (2, LENGTH), generator=generator)
     is_required = "pixel_values" in accepted and accepted["pixel_values"].default is inspect._empty
     if "input_ids" in accepted:

@@ -1,10 +1,8 @@
 """PyTorch: OpInfo samples of attention operators, and ModuleInfo samples of modules."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 from unittest import SkipTest, mock
 
 import torch
@@ -125,7 +123,7 @@ def _of_aten(sample):
     return operands, options
 
 
-CALLS: dict[str, Callable[..., Any]] = {
+CALLS = {
     "nn.functional.scaled_dot_product_attention": _of_sdpa,
     "torch.ops.aten._flash_attention_forward": _of_aten,
     "torch.ops.aten._efficient_attention_forward": _of_aten,

@@ -16,7 +16,6 @@ import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -77,7 +76,7 @@ def find_families():
 
 def judge_family(family):
     """Return the row of a family: its outcome, and the model that shows it."""
-    best: dict[str, Any] = {}
+    best = {}
     try:
         models = _models_of(family)
     except ImportError as error:
@@ -114,7 +113,7 @@ def _own_layers(family):
     """Return the names of a family's layers of attention that do not use the interface."""
     parts = re.split(r"^class (?=\w+)", _code_of(family), flags=re.MULTILINE)[1:]
     return sorted(
-        re.match(r"\w+", part)[0]  # type: ignore[index]
+        re.match(r"\w+", part)[0]
         for part in parts
         if re.match(r"\w*Attention\w*\(nn\.Module\)", part) and "get_interface" not in part
     )
@@ -175,7 +174,7 @@ def _judge(model_class):
         if _REFUSED.search(text):
             return {"outcome": "refused", "reason": text}
         return {"outcome": "fails", "reason": _text_of(error)}
-    row: dict[str, Any] = {"features": _features_of(spy)} if spy.call_count else {}
+    row = {"features": _features_of(spy)} if spy.call_count else {}
     if layers:
         row["layers"] = layers
     if deviation(found, expected) > 1:
@@ -202,7 +201,7 @@ def results_of_cqs(model, batch):
 
 def make_model(model_class, padding):
     """Return a model, a valid batch and the results of "eager", or raise the first error."""
-    errors: list[Exception] = []
+    errors = []
     for are_sizes_ruled in (True, False):
         try:
             config = make_config(model_class.config_class, are_sizes_ruled)

@@ -11,44 +11,39 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
+    ("shape", "options", "how", "message"),
     [
-        ((1, 5), {}, "num_heads must be a multiple of the 5 ranks of the tensor axis, got 12"),
+        ((1, 5), {}, {}, "num_heads must be a multiple of the 5 ranks of the tensor axis, got 12"),
         (
             (1, 5),
             {"num_heads": 10, "num_kv_heads": 2, "hidden_size": 20},
+            {},
             "num_kv_heads must be a multiple of the 5 ranks of the tensor axis, got 2",
         ),
         (
             (1, 4),
             {"feed_forward_size": 38},
+            {},
             "feed_forward_size must be a multiple of the 4 ranks of the tensor axis, got 38",
         ),
         (
             (1, 2),
             {"pattern": per_head([[causal()] * 6])},
+            {},
             "pattern must be for num_heads = 12 heads, got 6",
         ),
-    ],
-)
-def test_a_mesh_that_does_not_fit_the_layer(mesh_ranks, shape, options, message):
-    num_ranks = shape[0] * shape[1]
-    assert mesh_ranks.run(num_ranks, refusal, shape, options) == [message] * num_ranks
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
         (
+            (1, 2),
+            {},
             {"names": ("tensor", "sequence")},
             "mesh must have the axes ('sequence', 'tensor'), got ('tensor', 'sequence')",
         ),
-        ({"backwards": True}, "mesh must have ascending ranks, got [[1, 0]]"),
+        ((1, 2), {}, {"backwards": True}, "mesh must have ascending ranks, got [[1, 0]]"),
     ],
-    ids=str,
 )
-def test_a_mesh_that_does_not_fit_the_group(mesh_ranks, how, message):
-    assert mesh_ranks.run(2, refusal, (1, 2), {}, how) == [message] * 2
+def test_a_mesh_that_does_not_fit(mesh_ranks, shape, options, how, message):
+    num_ranks = shape[0] * shape[1]
+    assert mesh_ranks.run(num_ranks, refusal, shape, options, how) == [message] * num_ranks
 
 
 def test_a_rank_outside_of_the_mesh(mesh_ranks):

@@ -82,18 +82,6 @@ def test_plans_without_a_pattern_are_drawn_as_blocks(num_tasks, is_causal):
 
 
 @pytest.mark.parametrize("pattern", [None, strided(6)])
-@pytest.mark.parametrize("num_tasks", [13, 31])
-def test_every_worker_has_a_name_or_a_place_in_the_bar(num_tasks, pattern):
-    axes = plot_owners(make_plan(150, num_tasks=num_tasks, pattern=pattern))
-    names = {int(text.get_text()) for text in axes.texts}
-    if pattern is None and num_tasks < 17:
-        assert names == set(range(num_tasks)) and axes.figure.axes == [axes]
-        return
-    (bar,) = set(axes.figure.axes) - {axes}
-    assert not names and sorted(bar.get_ylim()) == [-0.5, num_tasks - 0.5]
-
-
-@pytest.mark.parametrize("pattern", [None, strided(6)])
 def test_one_worker_can_be_shown_alone(pattern):
     plan = make_plan(70, num_tasks=7, pattern=pattern)
     (drawn,) = plot_owners(plan, index=2).collections
