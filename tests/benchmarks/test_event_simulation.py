@@ -11,7 +11,6 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.event_simulation import (
     FaultModel,
-    read_relative_times,
     simulate_steps,
     simulate_tasks,
 )
@@ -101,16 +100,6 @@ def rows(tmp_path):
     names = "repeats", "median_ms", "p20_ms", "p80_ms"
     path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in times))
     return path
-
-
-def test_times_vary_as_in_rows(rows):
-    assert read_relative_times(str(rows)) == pytest.approx((0.9, 0.95, 1.0, 1.0, 1.1, 1.3))
-    rows.write_text('{"repeats": 9}\n')
-    with pytest.raises(ValueError, match="line 1: KeyError"):
-        read_relative_times(str(rows))
-    rows.write_text("")
-    with pytest.raises(ValueError, match="has no rows of 5 repeats or more"):
-        read_relative_times(str(rows))
 
 
 def test_the_command_simulates_failures_and_draws(capsys, tmp_path, rows):

@@ -1,11 +1,9 @@
 """Fits find the machine that rows were measured on."""
 
 import json
-import re
 
 import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.fitting import MeasuredTime, fit, read_rows
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
@@ -63,10 +61,3 @@ def test_rows_of_the_benchmark_are_read(measured):
     measured.write_text("")
     with pytest.raises(ValueError, match="has no rows"):
         read_rows(str(measured))
-
-
-def test_the_command_checks_and_fits(capsys, measured):
-    assert main(["simulate", "--check", str(measured), "--fit", str(measured)]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("Fitted: ") and "torch" not in output
-    assert re.search(r"The largest deviation: (0.9|1.0)\d+ of what was measured", output)

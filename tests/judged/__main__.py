@@ -10,7 +10,7 @@ import torch
 from cqs.report.measurement import _commit
 
 from . import SUITES
-from .framework import format_table, judge, replace_row
+from .framework import format_verdicts, judge, replace_row
 
 
 def main():
@@ -31,7 +31,7 @@ def main():
         if options.out is not None:
             row = verdicts[-1].as_row() | {"torch_version": torch.__version__, "commit": _commit()}
             replace_row(options.out, "suite", row)  # at once: all suites together take long
-    print(format_table(verdicts))
+    print(format_verdicts(verdicts))
     return int(any(each.failed for each in verdicts))
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from unittest import SkipTest
 
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.testing._comparison import default_tolerances
+
+from cqs.report.table import format_table
 
 NUM_TASKS = 3
 """Number of tasks of every call, so that partial outputs are merged."""
@@ -199,22 +201,13 @@ def as_tensor(values):
     return torch.from_numpy(array.copy())
 
 
-def format_table(verdicts):
+def format_verdicts(verdicts):
     """Lay out one line per suite, and the total."""
-    rows = [("suite", "version", "cases", "passed", "refused", "failed", "refused options")]
+    rows, totals = [], Counter()
     for each in verdicts:
-        refused = ", ".join(f"{name} {number}" for name, number in sorted(each.refused.items()))
-        counts = each.num_cases, each.passed, sum(each.refused.values()), len(each.failed)
-        rows.append((each.suite, each.version, *map(str, counts), refused))
-    totals = [str(sum(int(row[column]) for row in rows[1:])) for column in range(2, 6)]
-    rows.append(("total", "", *totals, ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_format_row(row, widths) for row in rows)
-
-
-def _format_row(row, widths):
-    cells: Iterator[str] = (
-        cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
+        options = ", ".join(f"{name} {number}" for name, number in sorted(each.refused.items()))
+        counts = {"cases": each.num_cases, "passed": each.passed, "failed": len(each.failed)}
+        totals.update(counts)
+        rows.append((each.suite, each.version, *counts.values(), options or "none"))
+    header = ("suite", "version", *counts, "refused options")
+    return format_table(header, [*rows, ("total", "", *totals.values(), "")])

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from .framework import Case, Suite, assert_tracks, format_table, judge
+from .framework import Case, Suite, assert_tracks, format_verdicts, judge
 
 SAMPLES = {"torch_opinfo": 9, "flex_masks": 20, "transformers_models": 20}
 """Module of a suite -> one in so many of its cases is run here."""
@@ -31,7 +31,7 @@ def test_each_case_passes_is_refused_or_fails():
     verdict = judge(Suite("suite", "package 1", cases))
     assert (verdict.passed, verdict.refused) == (1, {"bias": 1})
     assert list(verdict.failed) == ["wrong", "obscure", "bad argument"] and verdict.num_cases == 5
-    assert "suite" in format_table([verdict]) and "bias 1" in format_table([verdict])
+    assert "suite" in format_verdicts([verdict]) and "bias 1" in format_verdicts([verdict])
 
 
 def test_a_wrong_row_is_noticed_among_many():

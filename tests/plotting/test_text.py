@@ -5,13 +5,10 @@ from itertools import combinations, product
 
 import matplotlib.pyplot as plt
 import pytest
-from case_rows import make_cases
 from matplotlib.text import Text
 from scaling_rows import MANY, make_rows
 from timeline_reports import make_report
 
-from benchmarks.plots import case_study
-from benchmarks.plots.memory import plot_memory
 from cqs import make_plan
 from cqs.patterns import longformer, sliding_window, strided
 from cqs.plotting import plot_density, plot_owners, plot_timeline
@@ -62,21 +59,9 @@ def draw_timeline(num_tasks, num_processes):
     return plot_timeline(make_report(num_tasks, num_processes, [failure]))
 
 
-def draw_memory(size):
-    samples = [(0.0, 0), (0.01, size), (1.0, size // 2)]
-    axes = plot_memory(samples, predicted_bytes=size, label="task 110")
-    return plot_memory([(0.0, size // 3), (9.0, 0)], axes, label="task 109")
-
-
-def draw_case_study(name, tokens, workers):
-    rows = make_cases(tokens, workers)
-    return getattr(case_study, name)(rows[: len(workers)] if "memory" in name else rows)
-
-
-LENGTHS, NUM_TASKS, MANY_TASKS = (10, 1000, 10**6), (3, 7, 13, 31, 111), (1, 3, 7, 13, 31, 111)
+LENGTHS, NUM_TASKS = (10, 1000, 10**6), (3, 7, 13, 31, 111)
 PATTERNS = (None, longformer(512, 64), strided(512) | sliding_window(1000, 1000))
 SECTIONS = [name for name, value in vars(sections).items() if isinstance(value, Section)]
-CASES = ("plot_active_memory", "plot_longest", "plot_longest_times", "plot_ratios")
 PICTURES = {
     "owners": [
         partial(plot_owners, make_plan(length, num_tasks=number, pattern=pattern))
@@ -94,14 +79,9 @@ PICTURES = {
         partial(draw_timeline, number, min(processes, number))
         for number, processes in product(NUM_TASKS, (2, 111))
     ],
-    "memory": [partial(draw_memory, size) for size in (10**3, 10**7, 10**11)],
     "scaling": [
         partial(getattr(sections, name).plot, make_rows(workers, executor="ray"))
         for name, workers in product(SECTIONS, [(7,), MANY])
-    ],
-    "case study": [
-        partial(draw_case_study, name, tokens, workers)
-        for name, tokens, workers in product(CASES, [(10,), (10**6, 10**7)], [(7,), MANY_TASKS])
     ],
 }
 
