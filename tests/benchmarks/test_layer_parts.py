@@ -1,13 +1,10 @@
 """The benchmark ``block`` verifies a layer on meshes, and times it and its parts."""
 
-import time
-
 import pytest
 import torch
 from models import make_mesh
 
 from benchmarks import block, layer_parts
-from benchmarks.clock import Clock
 from cqs.executors.verify import VerificationError
 from cqs.patterns import sliding_window
 
@@ -44,15 +41,3 @@ def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
 def test_a_layer_whose_gradients_are_not_summed_is_wrong(mesh_ranks):
     first, *others = mesh_ranks.run(4, measured, True)
     assert "hybrid 2x2: gradient of " in first and others == [first] * 3
-
-
-def test_a_clock_gives_each_part_its_time():
-    clock = Clock("cpu", layer_parts.PARTS)
-    clock.enter("attention")
-    time.sleep(0.02)
-    clock.attributed(time.sleep, "communication")(0.05)
-    assert clock.part == "attention"
-    clock.enter("feed-forward")
-    found = clock.stop()
-    assert 0.02 <= found["attention"] and 0.05 <= found["communication"]
-    assert found["rest"] == 0 <= found["feed-forward"] < 0.02

@@ -125,13 +125,6 @@ def test_a_wrong_method_stops_every_rank(ranks):
     assert "ring: " in first and others == [first] * 2
 
 
-def test_without_torchrun_it_says_how_to_start(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["peers"]) == 2
-    assert "torchrun --nproc-per-node" in capsys.readouterr().err
-    assert not dist.is_initialized()
-
-
 def test_fewer_than_two_tokens_for_each_rank_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -80,6 +80,8 @@ def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
         (["block", "--causal", "yes"], "--causal"),
         (["case-study", "--backward"], "--backward"),
         (["simulate", "--slow=0.1"], "--slow"),
+        (["simulate", "--mtbf", "opt", "--slow", "2:1"], "slow_share must be in 0..1, got 2"),
+        (["simulate", "--mtbf", "opt", "--trials", "0"], "--trials must be at least 1, got 0"),
         (["peers", "--only", "star"], "only must name some of one, one each, cqs"),
         (["peers", "--seqlen", "64K,0"], "--seqlen must be at least 1, got 0"),
         (["block", "--heads", "0"], "--heads must be at least 1, got 0"),

@@ -89,16 +89,6 @@ def test_decoding_with_a_static_cache():
     assert torch.equal(decode(compiled), decode(model))
 
 
-@pytest.mark.long
-def test_generate_compiles_the_model_itself():
-    model, batch = make("Llama").float(), BATCHES["padded on the left"]()
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(**batch, **options)
-    model.compile(backend="aot_eager", fullgraph=True)
-    found = model.generate(**batch, **options, cache_implementation="static", disable_compile=True)
-    assert torch.equal(found, expected)
-
-
 def test_a_mask_of_the_user():
     model, mask = make("Llama"), torch.rand(3, 1, 33, 33) < 0.8
     batch = {"input_ids": token_ids(), "attention_mask": mask, "use_cache": False}

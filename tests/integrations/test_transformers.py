@@ -31,6 +31,12 @@ def assert_alike(found, expected, tolerance=1e-10):
         assert error <= tolerance * max(1, want.abs().max()), f"{name}: {error:.3e}"
 
 
+def check(model, batch, reference="sdpa", attention="cqs", tolerance=1e-10):
+    """Compare outputs and gradients of a model with those of another attention."""
+    expected = passes(with_attention(model, reference), **batch)
+    assert_alike(passes(with_attention(model, attention), **batch), expected, tolerance)
+
+
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -39,9 +45,8 @@ def assert_alike(found, expected, tolerance=1e-10):
     ],
 )
 def test_outputs_and_gradients_match(family, kind):
-    model, batch = make_model(family), BATCHES[kind]()
-    expected = passes(with_attention(model, tiny_models.reference_of(family)), **batch)
-    assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected)
+    reference = tiny_models.reference_of(family)
+    check(make_model(family), BATCHES[kind](), reference, "cqs-of-5")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +137,10 @@ def test_layers_with_alibi_match(family):
     options = {"vocab_size": 99, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**options | ALIBI[family])
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    batch = BATCHES["padded on the left"]()
     reference = "sdpa" if family == "Falcon" else "eager"
-    expected = passes(with_attention(model, reference), **batch)
     spy = mock.Mock(side_effect=AttentionInterface()["cqs-of-5"])
     with mock.patch.dict(own_attention._attend_of, {"cqs-of-5": spy}):
-        found = passes(with_attention(model, "cqs-of-5"), **batch)
-    assert_alike(found, expected, 1e-5)
+        check(model, BATCHES["padded on the left"](), reference, "cqs-of-5", 1e-5)
     assert spy.call_count == 2
 
 
@@ -149,9 +151,7 @@ def test_masks_of_the_users_own_are_those_of_mpt():
     hidden = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     hidden[..., 5:, 2] = True
     for mask in (hidden, hidden * torch.finfo(torch.float32).min):
-        batch["attention_mask"] = mask
-        expected = passes(with_attention(model, "eager"), **batch)
-        assert_alike(passes(with_attention(model, "cqs"), **batch), expected, 1e-5)
+        check(model, batch | {"attention_mask": mask}, "eager", tolerance=1e-5)
 
 
 def test_masks_of_the_users_own_are_honoured():
@@ -162,9 +162,7 @@ def test_masks_of_the_users_own_are_honoured():
     masked = torch.finfo(torch.float64).min
     added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, masked)
     for mask in (seen[:1, :1], seen, added):
-        batch["attention_mask"] = mask.expand(3, -1, -1, -1)
-        expected = passes(with_attention(model, "sdpa"), **batch)
-        assert_alike(passes(with_attention(model, "cqs"), **batch), expected)
+        check(model, batch | {"attention_mask": mask.expand(3, -1, -1, -1)})
 
 
 def later(batch, head, query, key):
@@ -228,10 +226,9 @@ def test_patterns_are_the_masks(name, padding):
 
 def test_a_decoder_may_be_asked_to_look_both_ways():
     model = make_model("Llama")
-    batch = BATCHES["whole"]() | {"is_causal": False}
-    expected = passes(with_attention(model, "sdpa"), **batch)
-    assert_alike(passes(with_attention(model, "cqs"), **batch), expected)
-    assert_differs(expected, passes(model, **BATCHES["whole"]()))
+    batch = BATCHES["whole"]()
+    check(model, batch | {"is_causal": False})
+    assert_differs(passes(model, **batch, is_causal=False), passes(model, **batch))
 
 
 def test_lengths_of_packed_sequences_are_honoured():
@@ -346,25 +343,20 @@ def test_what_cannot_be_honoured_is_refused_with_the_name_of_the_layer():
     refuse("backend 'cpu' does not support dropout", name="cqs-by-cpu", dropout=0.1)
 
 
-@pytest.mark.parametrize("has_padding", [False, True])
-def test_a_float_mask_may_bias_scores(has_padding):
+def test_a_float_mask_may_bias_scores():
     """Of a user or a model, with gradients; masked pairs and other values in one tensor."""
     query, key = (torch.randn(2, 2, 6, 8, dtype=torch.float64) for _ in range(2))
     added = torch.randn(2, 2, 6, 6, dtype=torch.float64)
-    if has_padding:
-        added[0, :, :, :2] = torch.finfo(torch.float64).min
-        added[1, :, :, 4:] = -torch.inf
-    attend, found = AttentionInterface()["cqs-of-5"], []
-    for mask in (added.clone().requires_grad_(), added.clone().requires_grad_()):
-        if not found:
-            weights = (query @ key.mT / 8**0.5 + mask).softmax(-1)
-            output = (weights @ key).transpose(1, 2)
-        else:
-            output, _ = attend(Layer(), query, key, key, mask)
-        output.square().sum().backward()
-        found.append((output.detach(), mask.grad))
-    for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    added[0, :, :, :2] = torch.finfo(torch.float64).min
+    added[1, :, :, 4:] = -torch.inf
+    masks = [added.clone().requires_grad_() for _ in range(2)]
+    attend = AttentionInterface()["cqs-of-5"]
+    weights = (query @ key.mT / 8**0.5 + masks[0]).softmax(-1)
+    expected = (weights @ key).transpose(1, 2)
+    output, _ = attend(Layer(), query, key, key, masks[1])
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    (expected.square().sum() + output.square().sum()).backward()
+    torch.testing.assert_close(masks[1].grad, masks[0].grad, rtol=0, atol=1e-12)
     zeros = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
     attend(Layer(), query, key, key, zeros)[0].square().sum().backward()
     assert zeros.grad.abs().max() > 1e-3, "a learned bias may begin as zeros"
