@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import warnings
+from functools import partial
 from logging import Logger
 from pathlib import Path
 
@@ -74,6 +75,13 @@ def _checkpointed(size):
     return errors_of(model, "HunyuanVideo", size)
 
 
+def _complaint(call):
+    try:
+        call()
+    except (NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def _complaints():
     """Return the errors for masks and lengths that context parallelism does not support."""
     model, rows = make_parallel("Flux", 3), 8
@@ -85,19 +93,14 @@ def _complaints():
         "other lengths": torch.ones(1, 1, 1, 99).bool(),
         "few tokens": pairs,
     }
-    found = {}
+    complaints = {}
     for name, mask in masks.items():
-        sizes = (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 12)
-        try:
-            model(**make_inputs("Flux", sizes), joint_attention_kwargs={"attention_mask": mask})
-        except (NotImplementedError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        inputs = make_inputs("Flux", (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 12))
+        inputs["joint_attention_kwargs"] = {"attention_mask": mask}
+        complaints[name] = _complaint(partial(model, **inputs))
     model.set_attention_backend("native")
-    try:
-        model(**make_inputs("Flux", (1, 1, 4, 2)))
-    except ValueError as error:
-        found["other backend"] = str(error)
-    return found
+    inputs = make_inputs("Flux", (1, 1, 4, 2))
+    return complaints | {"other backend": _complaint(partial(model, **inputs))}
 
 
 def _complaints_about_ranks():
@@ -107,18 +110,14 @@ def _complaints_about_ranks():
         "many": {"ring_degree": 2, "ulysses_degree": 2},
         "mesh": {"ring_degree": 2, "mesh": init_device_mesh("cpu", (3,), mesh_dim_names=["ring"])},
         "one rank": {"ring_degree": 3 if dist.get_rank() else 2},
-        "order": {},
     }
-    found = {}
-    for name, given in degrees.items():
-        try:
-            if name != "order":
-                make_parallel("Wan", 3, **given)
-            with attention_backend("native"):
-                make_model("Wan", 3).enable_parallelism(config=ContextParallelConfig(3))
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    native = partial(make_model("Wan", 3).enable_parallelism, config=ContextParallelConfig(3))
+    complaints = {
+        name: _complaint(partial(make_parallel, "Wan", 3, **given))
+        for name, given in degrees.items()
+    }
+    with attention_backend("native"):
+        return complaints | {"order": _complaint(native)}
 
 
 def _bias_of_padding():

@@ -147,33 +147,20 @@ def _torch_masks():
     """Yield masks of PyTorch's test_flex_attention.py."""
     from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
-    def causal(batch, head, query, key):
-        return query >= key
-
-    def inverse_causal(batch, head, query, key):
-        return query <= key
-
-    def window(batch, head, query, key):
-        return query - key <= 25
-
-    def by_head(batch, head, query, key):
-        return query + 2 * head >= key
-
-    def by_batch(batch, head, query, key):
-        return (query >= key) | (key < 5 * batch)
-
-    def late_rows(batch, head, query, key):
-        return query >= 40
-
-    for lengths in ((256, 256), (100, 300), (300, 100), (1, 129)):
-        yield f"noop {lengths}", (noop_mask, lengths)
-        yield f"causal {lengths}", (causal, lengths)
-        yield f"inverse causal {lengths}", (inverse_causal, lengths)
-        yield f"causal and window {lengths}", (and_masks(causal, window), lengths)
-        yield f"causal or inverse {lengths}", (or_masks(causal, inverse_causal), lengths)
-        yield f"by head {lengths}", (by_head, lengths)
-        yield f"by batch {lengths}", (by_batch, lengths)
-        yield f"rows without keys {lengths}", (late_rows, lengths)
+    rules = {
+        "noop": noop_mask,
+        "causal": lambda b, h, q, k: q >= k,
+        "inverse causal": lambda b, h, q, k: q <= k,
+        "by head": lambda b, h, q, k: q + 2 * h >= k,
+        "by batch": lambda b, h, q, k: (q >= k) | (k < 5 * b),
+        "rows without keys": lambda b, h, q, k: q >= 40,
+    }
+    rules["causal and window"] = and_masks(rules["causal"], lambda b, h, q, k: q - k <= 25)
+    rules["causal or inverse"] = or_masks(rules["causal"], rules["inverse causal"])
+    for lengths, (name, rule) in product(
+        ((256, 256), (100, 300), (300, 100), (1, 129)), rules.items()
+    ):
+        yield f"{name} {lengths}", (rule, lengths)
 
 
 def _score_mods():
