@@ -27,8 +27,9 @@ def load(implementation):
 @pytest.fixture(scope="module")
 def texts():
     """Paragraphs of docstrings, and source files cut at the 512 tokens that the model reads."""
-    docstrings = [inspect.getdoc(each) for module in MODULES for each in vars(module).values()]
-    sentences = [text.split("\n\n")[0] for text in docstrings if text and len(text) > 20]
+    functions = [each for module in MODULES for each in vars(module).values() if callable(each)]
+    docstrings = dict.fromkeys(map(inspect.getdoc, functions))  # each once
+    sentences = [text.split("\n\n")[0] for text in docstrings if text]
     return {"sentences": sentences[:20], "documents": [*map(inspect.getsource, MODULES)]}
 
 
