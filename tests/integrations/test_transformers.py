@@ -9,6 +9,7 @@ import shards
 import tiny_models
 import torch
 import transformers
+from judged.tiny_configs import make_config
 from support.exact import assert_tracks_exact
 from tiny_models import BATCHES, TOKENS, make_model, passes, with_attention
 from transformers import AttentionInterface, masking_utils
@@ -101,18 +102,10 @@ def test_an_encoder_generates_with_a_static_cache():
     assert torch.equal(found, expected)
 
 
-OWN_ATTENTION = {
-    "RoFormer": {"num_attention_heads": 2, "num_hidden_layers": 1},
-    "Canine": {"num_attention_heads": 2, "num_hidden_layers": 1},
-    "GPTJ": {"n_layer": 1, "n_head": 2, "rotary_dim": 8},
-}
-
-
-@pytest.mark.parametrize("family", OWN_ATTENTION)
+@pytest.mark.parametrize("family", ["RoFormer", "Canine", "GPTJ"])
 def test_a_model_that_has_its_own_attention_keeps_it(family):
     """With masks of eager attention, which Canine converts to numbers; transformers warns."""
-    options = {"hidden_size": 32, "vocab_size": 9, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{family}Config")(**options | OWN_ATTENTION[family])
+    config = make_config(getattr(transformers, f"{family}Config"))
     model = getattr(transformers, f"{family}Model")(config)
     model.set_attn_implementation("cqs")
     assert model.config._attn_implementation != "cqs"
@@ -124,19 +117,18 @@ def test_a_model_that_has_its_own_attention_keeps_it(family):
     assert torch.equal(own.eval()(**batch)[0], model.eval()(**batch)[0])
 
 
-ALIBI = {
-    "Bloom": {"n_layer": 2, "n_head": 4},
-    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
-    "Falcon": {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
-}
+def make_model_with_alibi(family):
+    """Return a model in float32, as its own softmax."""
+    config = make_config(getattr(transformers, f"{family}Config"))
+    config.alibi = True  # an option of Falcon
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize("family", ALIBI)
+@pytest.mark.parametrize("family", ["Bloom", "Mpt", "Falcon"])
 def test_layers_with_alibi_match(family):
-    """In float32, as their own softmax. Falcon's eager attention adds ALiBi twice, sdpa once."""
-    options = {"vocab_size": 99, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{family}Config")(**options | ALIBI[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    """Falcon's eager attention adds ALiBi twice, sdpa once."""
+    model = make_model_with_alibi(family)
     reference = "sdpa" if family == "Falcon" else "eager"
     spy = mock.Mock(side_effect=AttentionInterface()["cqs-of-5"])
     with mock.patch.dict(own_attention._attend_of, {"cqs-of-5": spy}):
@@ -146,8 +138,7 @@ def test_layers_with_alibi_match(family):
 
 def test_masks_of_the_users_own_are_those_of_mpt():
     """Its own layers mask out what is not 0, in an additive mask and in a boolean one."""
-    config = transformers.MptConfig(vocab_size=99, **ALIBI["Mpt"])
-    model, batch = transformers.MptForCausalLM(config).eval(), BATCHES["whole"]()
+    model, batch = make_model_with_alibi("Mpt"), BATCHES["whole"]()
     hidden = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
     hidden[..., 5:, 2] = True
     for mask in (hidden, hidden * torch.finfo(torch.float32).min):
