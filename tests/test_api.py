@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.exact import assert_tracks_exact, attend, eager_output, exact_answer
+from support.exact import attend, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
@@ -31,36 +31,19 @@ RAGGED = {
 
 @pytest.mark.sample(5)
 @KINDS
-@pytest.mark.parametrize("num_tasks", range(1, 65))
+@pytest.mark.parametrize("num_tasks", range(1, 33))
 def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_tasks, is_causal):
-    """Of four shapes; beyond 16 workers two of them take turns with the other two."""
-    first, step = (0, 1) if num_tasks <= 16 else (num_tasks % 2, 2)
-    for case in list(RAGGED.values())[first::step]:
-        problem = replace(case, is_causal=is_causal).make()
-        assert_right(problem, attend(problem, num_tasks=num_tasks))
-
-
-@KINDS
-@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 31])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_the_answer_is_exact_in_every_dtype(assert_right, dtype, num_tasks, is_causal):
     for case in RAGGED.values():
-        problem = replace(case, is_causal=is_causal).make(dtype)
+        problem = replace(case, is_causal=is_causal).make(list(DTYPES.values())[num_tasks % 4])
         assert_right(problem, attend(problem, num_tasks=num_tasks))
 
 
-@pytest.mark.parametrize("num_tasks", [1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize("num_tasks", [1, 3, 8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact(assert_right, case, num_tasks):
+def test_every_case_is_exact(assert_right, case, num_tasks, backend):
     problem = case.make()
-    assert_right(problem, attend(problem, num_tasks=num_tasks))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_backend_is_exact(assert_right, case, backend):
-    problem = case.make()
-    assert_right(problem, attend(problem, num_tasks=7, backend=backend))
+    assert_right(problem, attend(problem, num_tasks=num_tasks, backend=backend))
 
 
 @pytest.mark.slow
@@ -81,13 +64,6 @@ def test_the_error_does_not_grow_with_the_number_of_workers(dtype, every_num_tas
     errors = [(output.double() - exact).abs().max() for output in outputs]
     rounding = torch.finfo(dtype).eps * exact.abs().max()
     assert max(errors) <= 2 * errors[0] + rounding
-
-
-@KINDS
-@pytest.mark.parametrize("interest_set", [(0, 1, 3), (0, 2, 3), tuple(range(7))], ids=str)
-def test_any_interest_set_gives_the_exact_answer(assert_right, interest_set, is_causal):
-    problem = replace(RAGGED["square"], is_causal=is_causal).make()
-    assert_right(problem, attend(problem, num_tasks=7, plan=Quorums(interest_set)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -140,15 +116,6 @@ def test_expanded_heads_and_batches_are_read_in_place():
     assert all(map(torch.equal, *answers))
 
 
-def test_a_sequence_of_one_repeated_token_is_read_in_place():
-    token = torch.randn(1, 2, 1, 8)
-    repeated = token.expand(-1, -1, 50, -1)
-    output, lse = cqs.attention(repeated, repeated, repeated, num_tasks=7, return_lse=True)
-    torch.testing.assert_close(output, repeated.contiguous())
-    score = 8**-0.5 * token.square().sum(-1)
-    torch.testing.assert_close(lse, (score + torch.tensor(50.0).log()).expand(-1, -1, 50))
-
-
 @KINDS
 @pytest.mark.parametrize("num_tasks", [1, 4, 7])
 @pytest.mark.parametrize(
@@ -169,21 +136,6 @@ def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_ta
     )
     assert output.shape == query.shape and lse.shape == query.shape[:3]
     assert (output == 0).all() and (lse == -torch.inf).all()
-
-
-@KINDS
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("num_tasks", [1, 7, 8])
-def test_nan_in_a_query_stays_in_its_row(num_tasks, backend, is_causal):
-    problem = replace(BY_NAME["ragged"], is_causal=is_causal).make()
-    undisturbed = attend(problem, num_tasks=num_tasks, backend=backend)
-    query = problem.query.clone()
-    query[1, 2, 40, 3] = torch.nan
-    disturbed = attend(replace(problem, query=query), num_tasks=num_tasks, backend=backend)
-    for one, other in zip(disturbed, undisturbed, strict=True):
-        assert one[1, 2, 40].isnan().all()
-        one[1, 2, 40] = other[1, 2, 40]
-        assert torch.equal(one, other)
 
 
 @KINDS
@@ -212,20 +164,6 @@ def test_scores_of_ten_thousand_neither_overflow_nor_vanish(num_tasks, sign, bac
     )
     expected = (sign * 1e4 + seen.double().log()).expand(lse.shape)
     torch.testing.assert_close(lse.double(), expected, rtol=0, atol=relative)
-
-
-@KINDS
-def test_scores_of_opposite_signs_choose_the_largest(is_causal):
-    query, key = torch.full((2, 1, 1, 60, 16), 50.0)
-    key = key.clone()
-    key[:, :, 1::2] *= -1
-    value = torch.randn(1, 1, 60, 16)
-    for num_tasks in (1, 7, 8):
-        answers = [
-            cqs.attention(query, key, each, is_causal=is_causal, scale=0.25, num_tasks=num_tasks)
-            for each in (value, value.index_fill(2, torch.arange(1, 60, 2), 1e3))
-        ]
-        assert torch.equal(*answers)
 
 
 @KINDS
@@ -295,23 +233,6 @@ def test_every_run_is_bitwise_identical(num_tasks, dtype):
         assert all(map(torch.equal, attend(problem, num_tasks=num_tasks), first))
 
 
-@pytest.mark.slow
-def test_values_of_another_width_are_ordinary():
-    query, key = torch.randn(2, 1, 4, 50, 16)
-    value = torch.randn(1, 4, 50, 24)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    for num_tasks in (1, 7, 8):
-        output = cqs.attention(query, key, value, num_tasks=num_tasks)
-        torch.testing.assert_close(output, expected)
-
-
-def test_one_worker_and_this_process_are_the_default():
-    problem = BY_NAME["ragged-causal"].make()
-    default = attend(problem)
-    assert all(map(torch.equal, default, attend(problem, num_tasks=1, executor="local")))
-    assert_tracks_exact(default[0], eager_output(problem), exact_answer(problem).output)
-
-
 def test_tensors_that_require_gradients_are_taken_where_none_are_recorded():
     problem = BY_NAME["full"].make()
     expected = attend(problem, num_tasks=3)
@@ -319,13 +240,6 @@ def test_tensors_that_require_gradients_are_taken_where_none_are_recorded():
     with torch.no_grad():
         answer = attend(problem, num_tasks=3)
     assert all(map(torch.equal, answer, expected)) and not answer[0].requires_grad
-
-
-def test_inference_mode_makes_no_difference():
-    problem = BY_NAME["full"].make()
-    with torch.inference_mode():
-        answer = attend(problem, num_tasks=3)
-    assert all(map(torch.equal, answer, attend(problem, num_tasks=3)))
 
 
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
@@ -342,15 +256,6 @@ def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_tasks):
     others[0, 1, seqlen // 2] = False
     assert torch.equal(output[others], expected[0][others])
     assert torch.equal(lse[others], expected[1][others])
-
-
-@KINDS
-@pytest.mark.parametrize("scale", [1e-46, -1e-50, 0.0])
-def test_scales_that_vanish_weigh_all_keys_alike(scale, is_causal):
-    problem = replace(BY_NAME["causal" if is_causal else "full"].make(), scale=scale)
-    output, _ = attend(problem, num_tasks=3, verify=True)
-    zero = replace(problem, scale=0.0)
-    torch.testing.assert_close(output, exact_answer(zero).output.float(), atol=1e-6, rtol=1e-6)
 
 
 def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
@@ -423,15 +328,6 @@ def test_without_a_head_dim_all_keys_weigh_alike(attention):
         torch.autograd.grad(output.square().sum(), tensors),
         torch.autograd.grad(expected.square().sum(), tensors),
     )
-
-
-@pytest.mark.parametrize("num_tasks", [1, 7])
-def test_progress_counts_the_live_pairs_of_all_heads(num_tasks):
-    query, key, value = (torch.randn(2, 2, 20, 8) for _ in range(3))
-    calls = []
-    options = {"is_causal": True, "num_tasks": num_tasks}
-    cqs.attention(query, key, value, progress=lambda *numbers: calls.append(numbers), **options)
-    assert calls == sorted(calls) and calls[-1] == (840, 840)
 
 
 def test_progress_spans_the_parts_of_a_pattern_per_head():
