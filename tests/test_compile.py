@@ -116,7 +116,8 @@ def test_graphs_run_in_inference_mode_and_outside(name):
             torch.testing.assert_close(compiled(*tensors), cqs.attention(*tensors, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["window", "causal"])
 def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -153,14 +154,6 @@ def test_graphs_of_a_gpu(monkeypatch, tmp_path, mode, kind):
         exact = results(attend, [each.detach().double().requires_grad_() for each in tensors])
         for each in zip(found, eager, exact, strict=True):
             assert_tracks_exact(*each)
-
-
-@pytest.mark.parametrize(("batches", "head_dim"), [((1, 2, 2), 8), ((2, 1, 1), 0)], ids=str)
-def test_broadcast_batches_and_empty_heads(batches, head_dim):
-    tensors = operands(batches=batches, head_dim=head_dim)
-    tensors[2] = operands(batches=batches)[2]
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert_alike(*(results(each, tensors) for each in (compiled, layer)))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "num_tasks": 7}, {"pattern": WINDOW}])
@@ -206,6 +199,7 @@ GRAPH_PATTERNS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make", GRAPH_PATTERNS.values(), ids=GRAPH_PATTERNS)
 def test_patterns_are_made_in_a_graph(make):
     def attend(query, key, value, ends):
@@ -233,6 +227,7 @@ def test_a_window_that_grows_with_the_length():
             assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -335,6 +330,7 @@ def num_runs(monkeypatch):
     return runs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["all", "selective"])
 @pytest.mark.parametrize(
@@ -373,6 +369,7 @@ HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)
 OPTIONS = (True, None, 2.0, False, 0.3, 7, "rows", None, False, False)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("batches", [(2, 2, 2), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["pattern", "dense"])
@@ -394,16 +391,7 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
     opcheck(backward.default, (output, *tensors, output, lse, *where, *options))
 
 
-def test_gradients_of_a_transposed_bias_pass_opcheck():
-    import cqs.executors.local_operator  # noqa: F401  # defines the operator
-
-    output = torch.randn(1, 2, 9, 4)
-    where = None, None, torch.randn(1, 2, 9, 9).mT, None, None
-    options = False, None, None, True, 0.0, *OPTIONS[5:]
-    of_call = *[output] * 5, torch.zeros(1, 2, 9), *where, *options
-    opcheck(torch.ops.cqs.dense_attention_backward.default, of_call)
-
-
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -480,12 +468,7 @@ def test_patterns_of_many_steps_leave_nothing_behind(num_steps):
 
 WRONG = {
     "key": (lambda key: {"key": key[..., :4]}, "key must have the head_dim of query"),
-    "value": (lambda key: {"value": key[:, :, 1:]}, "key and value must agree"),
-    "backend": (lambda key: {"backend": "best"}, "backend must be one of"),
     "num_tasks": (lambda key: {"num_tasks": 0}, "num_tasks must be at least 1"),
-    "plan": (lambda key: {"plan": "circles"}, "kind must be"),
-    "dropout_p": (lambda key: {"dropout_p": 1.5}, r"dropout_p must be in \[0, 1\)"),
-    "scale": (lambda key: {"scale": torch.inf}, "scale must be finite"),
     "pattern": (lambda key: {"pattern": from_mask(MASK[:9, :9])}, "requires lengths"),
     "executor": (lambda key: {"executor": "ray"}, "attention of cqs runs outside of the graph"),
 }
