@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from programs import bits, check_tracks_exact, largest_error, shards_of
+from programs import check_tracks_exact, largest_error
 
-import cqs.distributed
-from benchmarks.cases import Case
 from cqs.executors.distributed import prepared
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.streamed_task import StreamedTask, _Sums
@@ -77,10 +74,9 @@ def measure_passes(compute):
         returned.clear()
         predicted = None
         if isinstance(task, StreamedTask):
-            query, _, value, *_ = (
-                (arguments[0].query, arguments[0].key, arguments[0].value)
-                if is_forward
-                else arguments[1]
+            problem, *others = arguments
+            query, value = (
+                (problem.query, problem.value) if is_forward else (others[0][0], others[0][2])
             )
             batch, num_heads, _, head_dim = query.shape
             shape = AttentionShape(
@@ -151,76 +147,17 @@ def flow_of(route):
     return Flow(sum(route.receives), sum(route.lengths) - own, own, route.is_local)
 
 
-def bytes_within(group, case, dtype, cuts, factors):
+def bytes_within(group, case, cuts, factors, *arguments):
     """Check results against float64, and return limits and the bytes that the passes hold."""
-    compute = partial(check_tracks_exact, group, case, dtype, cuts)
-    least, found = smallest_limit(compute, {}), []
-    for factor in factors:
-        options = {"max_bytes": factor * least}
-        found.append((factor * least, measure_passes(partial(compute, options))[1]))
-    return found
 
+    def compute(options):
+        check_tracks_exact(group, case, cuts, options, *arguments)
 
-def check_within(group, case, dtype, cuts, factors, device):
-    """Check results against float64 within limits, and that equal calls are bitwise identical."""
-    least = smallest_limit(partial(check_tracks_exact, group, case, dtype, cuts, device=device), {})
-    for factor in factors:
-        options = {"max_bytes": factor * least}
-        check_tracks_exact(group, case, dtype, cuts, options, device)
-        first, second = (bits(group, case, cuts, options, device, dtype) for _ in range(2))
-        assert all(map(torch.equal, first, second))
-
-
-def errors_with_scores(group, case, cuts, factor):
-    """Return the errors of output and gradients with all scores, a bias and dropout."""
-    problem, rank = case.make(torch.float64), dist.get_rank(group)
-    tensors, rows, columns = shards_of(problem, cuts, rank)
-    whole = [each.clone().requires_grad_() for each in (problem.query, problem.key, problem.value)]
-    sinks = torch.linspace(-1, 1, case.num_heads, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    shape = case.num_heads, case.seqlen_q, case.seqlen_kv
-    bias = torch.randn(1, *shape, generator=generator, dtype=torch.float64, requires_grad=True)
-    own_bias = bias[:, :, rows].detach().requires_grad_()
-    scores = cqs.Scores(sinks=sinks, softcap=2.0, alibi_slopes=sinks / 8, bias=bias)
-    options = {
-        "is_causal": True,
-        "dropout_p": 0.3,
-        "seed": 4,
-        "backend": "reference",
-    }
-
-    def attend(limit):
-        own = {"scores": replace(scores, bias=own_bias), **options, **limit}
-        return cqs.distributed.attention(*tensors, group=group, **own)
-
-    output = attend({"max_bytes": factor * smallest_limit(attend, {})})
-    exact = cqs.attention(*whole, scores=scores, **options)
-    found = output, *torch.autograd.grad(output.square().sum(), [*tensors, own_bias])
-    expected = exact, *torch.autograd.grad(exact.square().sum(), [*whole, bias])
-    parts = rows, columns, columns, rows
+    least = smallest_limit(compute, {})
     return [
-        float((a - b[:, :, part]).abs().max())
-        for a, b, part in zip(found, expected, (rows, *parts), strict=True)
-        if a.numel()
+        (factor * least, measure_passes(partial(compute, {"max_bytes": factor * least}))[1])
+        for factor in factors
     ]
-
-
-def errors_of_lengths(group, all_cuts, max_bytes):
-    """Return the errors of calls whose shards differ on some ranks alone."""
-    found = []
-    for marks in all_cuts:
-        case = Case("lengths", marks[-1], marks[-1], 2, 2)
-        try:
-            largest_error(group, case, (marks, marks), {"max_bytes": max_bytes})
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def same_bits(group, case, cuts, options):
-    """Return whether two calls with gradients are bitwise identical."""
-    first, second = (bits(group, case, cuts, options) for _ in range(2))
-    return all(map(torch.equal, first, second))
 
 
 def within_free_memory(group, case, cuts, free):

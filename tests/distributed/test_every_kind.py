@@ -3,24 +3,24 @@
 import random
 
 import pytest
-from programs import (
-    chosen_by_links,
-    count_bytes,
-    largest_errors,
-    links_of_later_groups,
-    probe_of_hosts,
-)
+import torch
+import torch.distributed as dist
+from programs import ShardedProblem, even_cuts, largest_errors, raised
 from random_problems import kinds_of, random_case, random_problems
 
+import cqs.distributed
 from benchmarks.cases import Case
+from cqs.executors.distributed import layout, prepared, probe
+from cqs.executors.distributed.transport import transports
 from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
+from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Links
 
 NUM_PROBLEMS = 3000
-BATCH = 100
+BATCH = 50
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
 def test_random_plans_are_valid(batch):
     generator = random.Random(batch)
@@ -41,14 +41,36 @@ def test_random_plans_are_valid(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
 def test_random_problems_are_exact(ranks, batch):
-    num_ranks = 1 + batch % 8
+    num_ranks = 1 + (batch + 5) % 8
     problems = random_problems(batch, BATCH, num_ranks)
-    for each in zip(*ranks.run(num_ranks, largest_errors, problems), problems, strict=True):
-        *errors, problem = each
+    for *errors, problem in zip(
+        *ranks.run(num_ranks, largest_errors, problems), problems, strict=True
+    ):
         assert max(errors) < 1e-10, problem
+
+
+def count_bytes(group, case, options):
+    """Return the bytes that this rank sends in a forward pass, and in a backward pass."""
+    post, sent = dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sends = [each.op is dist.isend for each in messages]
+        assert sends == sorted(sends), "gloo is slow unless receives are posted first"
+        sent[-1] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    cuts = even_cuts(case.seqlen_q, dist.get_world_size(group))
+    problem = ShardedProblem(group, case, cuts, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        sent.append(0)
+        output = problem.attend(return_lse=True, **options).output
+        sent.append(0)
+        output.sum().backward()
+    return sent
 
 
 @pytest.mark.slow
@@ -59,9 +81,8 @@ def test_random_problems_are_exact(ranks, batch):
         (8, "rows", 1, 8),
         (8, Grid2D(8, 1), 8, 1),
         (8, Grid2D(2, 4), 2, 4),
-        (6, Grid2D(3, 2), 3, 2),
-        (6, Hosts(Quorums(), 2), 2, 4),
         (8, Hosts(Grid2D(2, 2), 2), 2, 4),
+        (6, Hosts(Quorums(), 2), 2, 4),
     ],
     ids=str,
 )
@@ -74,15 +95,58 @@ def test_ranks_send_the_bytes_of_the_formulas(ranks, num_ranks, plan, num_querie
     else:
         forward = (num_queries - 1) * (2 * queries + lse) + (num_keys - 1) * keys
         backward = (num_queries - 1) * (3 * queries + lse) + (num_keys - 1) * keys
-    found = ranks.run(num_ranks, count_bytes, case, {"plan": plan, "head_parallel": 1})
-    assert found == [[forward, backward]] * num_ranks
+    sent = ranks.run(num_ranks, count_bytes, case, {"plan": plan, "head_parallel": 1})
+    assert sent == [[forward, backward]] * num_ranks
+
+
+class Chosen(Exception):
+    """Ends a call once its plan has been chosen."""
+
+
+def chosen_by_links(group, links):
+    """Return the error of a call that only chooses its plan and its degree, for one KV head."""
+
+    def choose(*arguments, **options):
+        prediction = predict(*arguments, **options)
+        raise Chosen(prediction.kind, prediction.head_parallel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "predict", choose)
+        patch.setattr(prepared, "_prepared", {})
+        layout.lay_out.cache_clear()
+        tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
+        return raised(group, attend_linked, tensors, links)
+
+
+def attend_linked(group, tensors, links):
+    return cqs.distributed.attention(*tensors, group=group, links=links)
 
 
 @pytest.mark.slow
-def test_links_decide_the_plan_of_all_ranks(ranks):
-    rows = (Grid2D(1, 7), 1)
-    assert ranks.run(7, chosen_by_links, (1e5, 1e-3)) == [[rows]] * 7
-    assert ranks.run(7, chosen_by_links, None) == [[(Quorums((0, 1, 3)), 1)]] * 7
+@pytest.mark.parametrize(
+    ("links", "kind"), [((1e5, 1e-3), Grid2D(1, 7)), (None, Quorums((0, 1, 3)))], ids=str
+)
+def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
+    assert ranks.run(7, chosen_by_links, links) == [(Chosen, str((kind, 1)))] * 7
+
+
+def on_hosts(patch, group, hosts):
+    """Have ranks be on hosts, with links that have not been measured."""
+    patch.setattr(transports, "_hosts", {})
+    patch.setattr(transports, "_host", lambda: hosts[dist.get_rank(group)])
+    patch.setattr(probe, "_measured", {})
+    patch.setattr(prepared, "_prepared", {})
+
+
+def probe_of_hosts(group, hosts):
+    """Return what a call has measured, and the links that this rank uses afterwards, twice."""
+    calls, measure = [], probe._measure
+    with pytest.MonkeyPatch.context() as patch:
+        on_hosts(patch, group, hosts)
+        patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
+        cqs.distributed.attention(*(torch.randn(1, 2, 30, 8) for _ in range(3)), group=group)
+        measured = list(calls)
+        return measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +162,17 @@ def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, shari
 
 def test_links_within_a_host_are_not_measured(ranks):
     assert [calls for calls, _ in ranks.run(3, probe_of_hosts, [0, 0, 0])] == [[]] * 3
+
+
+def links_of_later_groups(group, hosts, links):
+    """Return the links that a group pins, without and with those of an earlier group."""
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        on_hosts(patch, group, hosts)
+        measured = probe.pin_links(group, None, device)
+        patch.setattr(probe, "_measure", None)  # an earlier group's links are not measured again
+        pinned = probe.pin_links(group, links, device)
+        return measured, pinned, probe.probe_links(group, device)
 
 
 def test_a_later_group_keeps_the_links_of_an_earlier_one(ranks):

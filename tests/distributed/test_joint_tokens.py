@@ -1,23 +1,18 @@
 """Joint tokens give the attention of the whole sequence, wherever their rows are computed."""
 
-import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from joint_programs import (
-    check_captured_joint,
-    check_joint_tracks_exact,
-    count_joint_bytes,
-    has_contiguous_copies,
-    joint_bits,
-    joint_complaint,
-    joint_dtensors,
-    joint_score_errors,
-    largest_joint_errors,
-)
+import torch.distributed as dist
+from programs import NAMES, ShardedProblem, cut, largest_error, raised
 from random_problems import kinds_of
-from sparse_cases import NAMES, with_pattern
+from sparse_cases import NAMES as PATTERN_NAMES
+from sparse_cases import with_pattern
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cqs
 from benchmarks.cases import Case
@@ -32,138 +27,116 @@ CASES = (
     Case("cross", 40, 61, 4, 2, head_dim=8),
     Case("few", 6, 6, 2, 2, head_dim=8),
 )
-JOINT = {"few": (3, 3), "none": (0, 0), "many": (5, 5), "keys": (None, 4), "queries": (3, None)}
+JOINT_NAMES = [f"joint_{name}" for name in NAMES]
 
 
-def cut(lengths, num_ranks, seed):
-    """Cut both sides at random: some shards are empty."""
-    generator = random.Random(seed)
+def joint_errors(group, problems):
+    """Return the largest errors of float64 results of each problem."""
     return [
-        [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
-        for length in lengths
+        largest_error(group, case, cuts, options, joint=joint, position=position)
+        for case, cuts, options, joint, position in problems
     ]
 
 
-def problems_of(case, num_ranks):
-    degrees = ["auto", *possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)]
-    for seed, (joint, position) in enumerate(
-        (joint, position) for joint in JOINT.values() for position in ("front", "rear")
-    ):
-        lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
-        options = {"head_parallel": degrees[seed % len(degrees)], "num_chunks": 1 + seed % 2}
-        yield case, cut(lengths, num_ranks, seed), joint, position, options
+def cuts_beside(case, joint, num_ranks, seed):
+    """Cut the tokens that are not joint."""
+    lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
+    return cut(lengths, num_ranks, seed)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("num_ranks", range(1, 5))
-def test_every_world_is_exact(ranks, num_ranks, case):
-    problems = [*problems_of(case, num_ranks)]
-    for errors in ranks.run(num_ranks, largest_joint_errors, problems):
-        assert max(errors) < 1e-10
-
-
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_patterns_count_joint_tokens(ranks, number):
-    case = with_pattern(CASES[number % 2], NAMES[number])
-    for errors in ranks.run(
-        2 + number % 3, largest_joint_errors, [*problems_of(case, 2 + number % 3)]
-    ):
+def test_every_world_is_exact(ranks, num_ranks):
+    """Also with patterns, and where joint tokens are not passed or are none."""
+    problems = []
+    for seed, joint in enumerate([(3, 3), (0, 0), (5, 5), (None, 4), (3, None)]):
+        for number, case in enumerate(CASES):
+            degrees = possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)
+            options = {"head_parallel": degrees[seed % len(degrees)], "num_chunks": 1 + seed % 2}
+            cuts = cuts_beside(case, joint, num_ranks, seed)
+            position = ("front", "rear")[(seed + number) % 2]
+            if number < 2:
+                name = PATTERN_NAMES[(4 * number + 2 * seed + num_ranks) % len(PATTERN_NAMES)]
+                case = with_pattern(case, name)
+            problems.append((case, cuts, options, joint, position))
+    for errors in ranks.run(num_ranks, joint_errors, problems):
         assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_kind_of_plan_is_exact(ranks, is_causal):
-    case = Case("kinds", 47, 47, 4, 2, head_dim=8, is_causal=is_causal)
-    problems = [
-        (case, cut((42, 42), 4, seed), (5, 5), ("front", "rear")[seed % 2], {"plan": plan})
-        for seed, plan in enumerate(kinds_of(4))
-    ]
-    problems = [
-        (*each, options | {"head_parallel": 1, "verify": i % 3 == 0})
-        for i, (*each, options) in enumerate(problems)
-    ]
-    for errors in ranks.run(4, largest_joint_errors, problems):
+    case, problems = replace(CASES[1], is_causal=is_causal), []
+    for seed, plan in enumerate(kinds_of(4)[is_causal::2]):
+        options = {"plan": plan, "head_parallel": 1, "verify": seed % 3 == 0}
+        cuts = cut((42, 42), 4, seed)
+        problems.append((case, cuts, options, (5, 5), ("front", "rear")[seed % 2]))
+    for errors in ranks.run(4, joint_errors, problems):
         assert max(errors) < 1e-10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.name)
-def test_every_dtype_tracks_exact(ranks, case, dtype):
-    cuts = cut((40, 40), 3, 1)
-    ranks.run(3, check_joint_tracks_exact, case, cuts, (7, 7), "front", dtype)
+def has_contiguous_copies(group, case, cuts, joint):
+    """Return whether the joint rows that are sent are contiguous, as NCCL requires."""
+    problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
+    send, sent = _functional_collectives.all_to_all_single_autograd, []
 
+    def send_and_note(tensor, *arguments):
+        sent.append(tensor.is_contiguous())
+        return send(tensor, *arguments)
 
-@pytest.mark.parametrize(
-    "names",
-    [("sinks", "bias"), ("slopes",), ("table", "bias")],
-    ids=["sinks-bias", "slopes", "function-bias"],
-)
-@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
-def test_terms_of_scores_count_joint_tokens(ranks, case, names):
-    for position, joint in (("front", (5, 3)), ("rear", (3, 5))):
-        cuts = cut((case.seqlen_q - joint[0], case.seqlen_kv - joint[1]), 3, 2)
-        for errors in ranks.run(3, joint_score_errors, case, cuts, joint, position, names):
-            assert max(errors) < 1e-9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_functional_collectives, "all_to_all_single_autograd", send_and_note)
+        problem.attend()
+    return sent
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
-    case = CASES[0]
-    cuts = cut([47 - number] * 2, 2, 1)
-    found = ranks.run(2, has_contiguous_copies, case, cuts, (number, number), "front")
-    assert found == [[True]] * 2
+    joint = number, number
+    cuts = cuts_beside(CASES[0], joint, 2, 1)
+    assert ranks.run(2, has_contiguous_copies, CASES[0], cuts, joint) == [[True]] * 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_gpus_track_exact(gpu_ranks, is_causal, dtype):
-    number = torch.cuda.device_count()
-    case = Case("gpus", 1100, 1100, 8, 2, head_dim=64, is_causal=is_causal)
-    for position, joint in (("front", (77, 77)), ("rear", (None, 13)), ("front", (number, number))):
-        cuts = cut([1100 - (each or 0) for each in joint], number, 1)
-        options = case, cuts, joint, position, dtype, "cuda"
-        gpu_ranks.run(number, check_joint_tracks_exact, *options)
+def compare_prepared(group, case, cuts, options):
+    """Return whether a call prepared for one joint token equals a call with six of them."""
+    problem = ShardedProblem(group, case, cuts, torch.float32, joint=(6, 6), position="rear")
+    seed = {"seed": 3} if "dropout_p" in options else {}
+    options = problem.arguments | options
+    few = {name: each[:, :, :1] for name, each in problem.joint.items()}
+    prepared = cqs.distributed.prepare(*problem.tensors, **few, **options)
+    outputs = [
+        prepared(*problem.tensors, **problem.joint, **seed),
+        cqs.distributed.attention(*problem.tensors, **problem.joint, **options, **seed),
+    ]
+    return torch.equal(*outputs) and all(map(torch.equal, *map(problem.gradients, outputs)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_cuda_graphs_have_joint_tokens(gpu_ranks, is_causal):
-    number = torch.cuda.device_count()
-    case = Case("graphs", 1100, 1100, 8, 2, head_dim=64, is_causal=is_causal)
-    gpu_ranks.run(number, check_captured_joint, case, cut((1023, 1023), number, 1), (77, 77))
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"num_chunks": 2}], ids=str)
+def test_prepared_calls_take_other_numbers_of_joint_tokens(ranks, options):
+    for num_ranks in (1, 3):
+        cuts = cut((41, 41), num_ranks, 3)
+        are_alike = ranks.run(num_ranks, compare_prepared, CASES[1], cuts, options)
+        assert are_alike == [True] * num_ranks
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout_p": 0.3, "seed": 5},
-        {"scores": cqs.Scores(sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]), softcap=2.0)},
-    ],
-    ids=["dropout", "scores"],
-)
-@pytest.mark.parametrize("position", ["front", "rear"])
-def test_dropout_and_scores_are_those_of_one_process(ranks, position, options):
-    problem = CASES[0].make()
-    options = options | {"backend": "reference"}
-    whole = cqs.attention(problem.query, problem.key, problem.value, **options)
-    cuts, joint = cut((41, 41), 3, 3), (6, 6)
-    found = ranks.run(3, joint_bits, CASES[0], cuts, joint, position, options)
-    order = slice(6) if position == "front" else slice(-6, None)
-    others = slice(6, None) if position == "front" else slice(-6)
-    for output, is_alike in found:
-        assert is_alike
-        torch.testing.assert_close(output[:, :, order], whole[:, :, order])
-    shards = [output[:, :, others] for output, _ in found]
-    torch.testing.assert_close(torch.cat(shards, dim=2), whole[:, :, others])
+def count_joint_bytes(group, number):
+    """Return the bytes that this rank sends as messages in both passes.
 
+    Args:
+        group: The process group.
+        number: Number of joint tokens beside 20 tokens of each rank.
+    """
+    post, sent = dist.batch_isend_irecv, []
 
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2, "seed": 3}, {"num_chunks": 2}])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_prepared_calls_take_other_numbers_of_joint_tokens(ranks, num_ranks, options):
-    cuts, joint = cut((41, 41), num_ranks, 3), (6, 6)
-    for _, is_alike in ranks.run(num_ranks, joint_bits, CASES[1], cuts, joint, "rear", options):
-        assert is_alike
+    def post_and_count(messages):
+        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    tensors = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(3)]
+    joint = {name: torch.ones(1, 2, number, 8) for name in JOINT_NAMES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        output = cqs.distributed.attention(*tensors, **joint, group=group, head_parallel=1)
+        output.sum().backward()
+    return sum(sent)
 
 
 def test_every_rank_sends_its_part_of_the_joint_tokens(ranks):
@@ -172,16 +145,49 @@ def test_every_rank_sends_its_part_of_the_joint_tokens(ranks):
     assert min(without) > 0 and joined == [sent * 23 // 20 for sent in without]
 
 
+def joint_dtensors(group):
+    """Return whether results of DTensors, and the sums of their gradients, equal those of tensors.
+
+    Joint tensors have a batch of 1, which the whole batch shares.
+    """
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 2, 13, 8, generator=generator) for _ in range(3)]
+    joint = [torch.randn(1, 2, 5, 8, generator=generator).requires_grad_() for _ in range(3)]
+    shards = [each.chunk(dist.get_world_size(group), dim=2)[rank] for each in whole]
+    expected = cqs.distributed.attention(
+        *shards, group=group, **dict(zip(JOINT_NAMES, joint, strict=True))
+    )
+    shares = torch.autograd.grad(expected.square().sum(), joint)
+    for share in shares:
+        dist.all_reduce(share, group=group)
+    copies = [DTensor.from_local(each.detach(), mesh, [Replicate()]) for each in joint]
+    copies = [each.requires_grad_() for each in copies]
+    sharded = [distribute_tensor(each, mesh, [Shard(2)]) for each in whole]
+    output = cqs.distributed.attention(*sharded, **dict(zip(JOINT_NAMES, copies, strict=True)))
+    gradients = torch.autograd.grad(output.square().sum(), copies)
+    pairs = zip(gradients, shares, strict=True)
+    return torch.equal(output, expected) and all(torch.equal(a.full_tensor(), b) for a, b in pairs)
+
+
 def test_replicated_dtensors(ranks):
     assert ranks.run(3, joint_dtensors) == [True] * 3
 
 
-SHAPES = (2, 4, 3, 16), (2, 2, 3, 16), (2, 2, 3, 16)
-FEWER = {
-    "joint_query": torch.zeros(2, 4, 2, 16),
-    "joint_key": torch.zeros(2, 2, 2, 16),
-    "joint_value": torch.zeros(2, 2, 2, 16),
-}
+def joint_tensors(number):
+    """Return joint query, key and value by name."""
+    shapes = [(2, heads, number, 16) for heads in (4, 2, 2)]
+    return dict(zip(JOINT_NAMES, map(torch.zeros, shapes), strict=True))
+
+
+def attend_changed(group, changed):
+    """Attend with three joint tokens, of which rank 1 changes some arguments."""
+    tensors = [torch.randn(2, heads, 8, 16) for heads in (4, 2, 2)]
+    joint = joint_tensors(3) | (changed if dist.get_rank(group) == 1 else {})
+    cqs.distributed.attention(*tensors, group=group, **joint)
+
+
+FEWER = joint_tensors(2)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ FEWER = {
     ids=["numbers", "position", "forgotten", "no-queries"],
 )
 def test_ranks_with_other_joint_tokens_find_out(ranks, changed, message):
-    for error, text in ranks.run(3, joint_complaint, 1, SHAPES, changed):
+    for error, text in ranks.run(3, raised, attend_changed, changed):
         assert error is ValueError
         assert re.match("rank 1 of the group has joint tokens .*" + message, text)
 
@@ -222,6 +228,6 @@ BAD = {
 
 @pytest.mark.parametrize(("changed", "expected", "message"), BAD.values(), ids=BAD)
 def test_bad_joint_tokens_are_named_on_every_rank(ranks, changed, expected, message):
-    for rank, (error, text) in enumerate(ranks.run(2, joint_complaint, 1, SHAPES, changed)):
+    for rank, (error, text) in enumerate(ranks.run(2, raised, attend_changed, changed)):
         assert error is (expected if rank else ValueError) and re.search(message, text)
         assert rank or text.startswith("rank 1 of the group failed")

@@ -5,15 +5,8 @@ import re
 
 import pytest
 import torch
-from limited import (
-    bytes_within,
-    errors_and_bytes,
-    errors_of_lengths,
-    errors_with_scores,
-    same_bits,
-    smallest_limits,
-    within_free_memory,
-)
+from limited import bytes_within, errors_and_bytes, smallest_limits, within_free_memory
+from programs import deviating_calls, even_cuts, largest_error, raised
 from random_problems import random_problems
 
 from benchmarks.cases import Case
@@ -24,10 +17,11 @@ from cqs.scheduler.machines import SENT, Machine
 from cqs.scheduler.token_order import QUERIES, list_orders, predict_orders
 from cqs.scheduler.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 NUM_PROBLEMS, BATCH = 500, 10
 
 
-@pytest.mark.slow
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
 def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, batch):
@@ -51,10 +45,9 @@ def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, bat
             assert max(each.predicted for each in held) == limit, problem
 
 
-EVEN = [0, 16, 32, 48, 64, 80, 96, 112]
+EVEN = even_cuts(112, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "is_causal"),
     [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
@@ -62,63 +55,51 @@ EVEN = [0, 16, 32, 48, 64, 80, 96, 112]
 )
 def test_every_dtype_tracks_exact_and_holds_what_is_predicted(ranks, dtype, is_causal):
     case = Case("dtypes", 112, 112, 4, 2, 32, is_causal=is_causal)
-    for limits in ranks.run(7, bytes_within, case, dtype, (EVEN, EVEN), (1, 2, 4)):
+    for limits in ranks.run(7, bytes_within, case, EVEN, (1, 2, 4), dtype):
         for limit, passes in limits:
             for held in passes:
                 assert held.measured == held.predicted <= limit
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "num_kv_heads"), [(4, 4), (7, 1)])
-def test_scores_and_dropout_are_those_of_one_process(ranks, num_ranks, num_kv_heads):
-    case = Case("scores", 67, 67, 4, num_kv_heads)
-    marks = [67 * rank // num_ranks for rank in range(num_ranks + 1)]
-    for factor in (1, 2):
-        for errors in ranks.run(num_ranks, errors_with_scores, case, (marks, marks), factor):
-            assert max(errors) < 1e-10
-
-
-@pytest.mark.slow
 def test_every_run_is_bitwise_identical(ranks):
     case = Case("bits", 112, 112, 4, 2, is_causal=True)
-    assert ranks.run(7, same_bits, case, (EVEN, EVEN), {"max_bytes": 40_000}) == [True] * 7
+    assert ranks.run(7, deviating_calls, 2, case, EVEN, {"max_bytes": 40_000}) == [[]] * 7
 
 
-@pytest.mark.slow
 def test_the_error_gives_the_smallest_limit_on_every_rank(ranks):
     """Also if some ranks have the shards of an earlier call, for which it was another limit."""
-    all_cuts = [[0, 10, 30], [0, 10, 80], [0, 40, 110], [0, 10, 30]]
-    first, second = ranks.run(2, errors_of_lengths, all_cuts, 3)
-    assert first == second and len(first) == 4 and first[0] == first[3]
-    assert len({*first}) == 3
+    texts = []
+    for marks in ([0, 10, 30], [0, 10, 80], [0, 40, 110], [0, 10, 30]):
+        case = Case("lengths", marks[-1], marks[-1], 2, 2)
+        found = ranks.run(2, raised, largest_error, case, [marks, marks], {"max_bytes": 3})
+        assert found[0] == found[1] and found[0][0] is ValueError
+        texts.append(found[0][1])
+    assert texts[0] == texts[3] and len({*texts}) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("free", [0, 100_000, 10**9])
 def test_without_a_limit_the_free_memory_is_one(ranks, free):
     """An order that fits none is the one that holds the fewest bytes."""
     case = Case("free", 112, 112, 4, 2)
-    ((least,), *_) = ranks.run(7, smallest_limits, [(case, (EVEN, EVEN), {})])
-    for error, passes in ranks.run(7, within_free_memory, case, (EVEN, EVEN), free):
+    ((least,), *_) = ranks.run(7, smallest_limits, [(case, EVEN, {})])
+    for error, passes in ranks.run(7, within_free_memory, case, EVEN, free):
         assert error < 1e-10
         for held in passes:
             assert (held.predicted is None) == (free == 10**9)
             assert held.measured <= max(free, least)
 
 
-@pytest.mark.slow
 def test_the_least_memory_is_two_shards_of_keys_and_less_with_head_chunks(ranks):
     """Forward, float32, with as many groups as ranks: keys streamed past resident queries."""
     case = Case("ring", 112, 112, 4, 4, 32)
     shard = 16 * 4 * 32 * 4
     for num_chunks, keys in ((1, 4 * shard), (4, shard)):
         options = {"num_chunks": num_chunks, "plan": "rows", "head_parallel": 1}
-        ((least,), *_) = ranks.run(7, smallest_limits, [(case, (EVEN, EVEN), options)])
+        ((least,), *_) = ranks.run(7, smallest_limits, [(case, EVEN, options)])
         # Two shards of keys and values in float64, beside what a ring holds of its queries.
         assert least <= 2 * (keys + keys) + 12 * 2 * shard / num_chunks
 
 
-@pytest.mark.slow
 def test_at_a_billion_tokens_memory_is_at_most_that_of_a_ring():
     """On 4,096 devices, with less traffic and in less time; by the cost model."""
     machine = Machine(bandwidth=300e9, between=50e9, devices_per_node=8)
@@ -148,7 +129,6 @@ def test_orders_are_predicted_for_every_kind():
     assert max(each.peak_bytes for each in streamed) < max(each.peak_bytes for each in at_once)
 
 
-@pytest.mark.slow
 def test_many_ranks_take_an_order_that_fits():
     """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
     shape = AttentionShape(8, 64, num_kv_heads=4)

@@ -1,75 +1,244 @@
 """What callers must not do is an error on every rank, soon, and never a wrong result."""
 
+import gc
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import numpy as np
 import pytest
-from programs import (
-    KINDS,
-    calls_of_threads_in_turn,
-    check_asynchronous,
-    complaint_about_group,
-    complaint_about_kind,
-    complaint_in_vmap,
-    complaint_on_another_device,
-    complaint_out_of_order,
-    complaint_without_the_last,
-    kept_without_a_collection,
-    outcomes_of_steps,
-    outcomes_of_threads,
-)
+import torch
+import torch.distributed as dist
+from programs import ShardedProblem, as_dtensor, complaint, even_cuts, raised
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.masked import masked_tensor
+
+import cqs.distributed
+from benchmarks.cases import Case
+from cqs.executors.distributed import agreement
+from cqs.integrations import masks
+from cqs.nn import gradients
+from cqs.patterns import causal
 
 pytestmark = pytest.mark.slow
+
+BY_ONE_THREAD = "group must be used by one thread at a time"
+
+
+class Passes:
+    """Passes of causal attention over equal shards."""
+
+    def __init__(self, group, length=40):
+        case = Case("thread", length, length, 4, 4, is_causal=True)
+        cuts = even_cuts(length, dist.get_world_size(group))
+        self.problem = ShardedProblem(group, case, cuts)
+        (_, *self.expected), _ = self.problem.expected()
+
+    def differentiate(self, output):
+        """Return whether the gradients are right."""
+        results = self.problem.gradients(output, retain_graph=True)
+        return all(map(torch.allclose, results, self.expected))
+
+
+def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
+    """Call on new groups of all ranks from two threads, each with a problem of its own length.
+
+    Returns:
+        For each thread, what it got from each call: ``True`` if the gradients are right, ``False``
+        or the error.
+    """
+    groups = [dist.new_group() for _ in range(2)][:num_groups]
+    rank, outcomes = dist.get_rank(group), ([], [])
+    passes = [Passes(groups[0], 40), Passes(groups[-1], 64)]
+    outputs = [each.problem.attend() for each in passes] if pass_ == "backward" else ()
+
+    def run_passes(number):
+        for _ in range(num_calls):
+            try:
+                output = outputs[number] if outputs else passes[number].problem.attend()
+                outcomes[number].append(passes[number].differentiate(output))
+            except Exception as error:
+                outcomes[number].append((type(error), str(error)))
+
+    order = (0, 1) if rank else (1, 0)
+    threads = [threading.Thread(target=run_passes, args=(number,)) for number in order]
+    if not rank:
+        time.sleep(0.3)  # until both threads of all other ranks have called
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_threads_that_share_a_group_get_an_error(ranks, pass_):
     """No process ends, and no rank whose threads overlap is left without an error."""
-    for rank, found in enumerate(ranks.run(8, outcomes_of_threads, 1, pass_)):
-        outcomes = [outcome for of_thread in found for outcome in of_thread]
-        errors = [outcome for outcome in outcomes if outcome not in ("right", "wrong")]
+    for rank, of_threads in enumerate(ranks.run(8, outcomes_of_threads, 1, pass_)):
+        outcomes = [outcome for of_thread in of_threads for outcome in of_thread]
+        errors = [outcome for outcome in outcomes if not isinstance(outcome, bool)]
         if pass_ == "forward":
-            assert all(of_thread[-1] in errors for of_thread in found)
+            assert all(of_thread[-1] in errors for of_thread in of_threads)
         else:
-            assert "wrong" not in outcomes and (errors or rank == 0)
+            assert False not in outcomes and (errors or rank == 0)
         for error, text in errors:
-            assert error in (RuntimeError, ValueError)
-            assert "group must be used by one thread at a time" in text
+            assert error in (RuntimeError, ValueError) and BY_ONE_THREAD in text
+
+
+def test_threads_may_call_on_groups_of_their_own(ranks):
+    for pass_ in ("forward", "backward"):
+        assert ranks.run(8, outcomes_of_threads, 2, pass_) == [([True] * 3, [True] * 3)] * 8
+
+
+def outcomes_of_steps(group, kind):
+    """Return what two threads get that ask other ranks for more than their request.
+
+    On rank 0 the second thread calls once the first has sent its request and waits for the rest, on
+    other ranks between the two.
+    """
+    rank, outcomes, made = dist.get_rank(group), {}, dist.new_group()
+    call = {
+        "a mask": lambda size: masks.of_group(made, causal(), size, 0, is_padded=True),
+        "gradients": lambda size: gradients._of_any(size[0], made),
+    }[kind]
+    agree, is_second = agreement.agree, threading.Event()
+
+    def wait_between(*arguments, **options):
+        agreed = agree(*arguments, **options)
+        if threading.current_thread().name == "first" and rank:
+            is_second.set()
+            time.sleep(0.5)
+        return agreed
+
+    def run_call(size):
+        bits = np.arange(2 * size).reshape(2, size) % 2 > 0
+        outcomes[threading.current_thread().name] = raised(bits, call)
+
+    first = threading.Thread(target=run_call, args=(300,), name="first")
+    second = threading.Thread(target=run_call, args=(20_000,), name="second")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "agree", wait_between)
+        first.start()
+        if rank:
+            is_second.wait(10)
+        else:
+            time.sleep(0.2)
+        second.start()
+        first.join()
+        second.join()
+    return outcomes
 
 
 @pytest.mark.parametrize("kind", ["a mask", "gradients"])
 def test_threads_do_not_interleave_the_messages_of_a_call(ranks, kind):
     """Requests and what follows them are one call."""
-    for found in ranks.run(8, outcomes_of_steps, kind):
-        assert set(found) == {"first", "second"}
-        for error, text in found.values():
-            assert error is RuntimeError and "group must be used by one thread at a time" in text
+    for outcomes in ranks.run(8, outcomes_of_steps, kind):
+        assert set(outcomes) == {"first", "second"}
+        for error, text in outcomes.values():
+            assert error is RuntimeError and BY_ONE_THREAD in text
 
 
-def test_threads_may_call_on_groups_of_their_own(ranks):
-    for pass_ in ("forward", "backward"):
-        for found in ranks.run(8, outcomes_of_threads, 2, pass_):
-            assert found == (["right"] * 3, ["right"] * 3)
+def calls_of_threads_in_turn(group):
+    """Return whether calls of several threads, one after another, are right."""
+    passes, are_right = Passes(group), []
+
+    def run_passes():
+        are_right.append(passes.differentiate(passes.problem.attend()))
+
+    for _ in range(3):
+        thread = threading.Thread(target=run_passes)
+        thread.start()
+        thread.join()
+    return are_right
 
 
 def test_threads_may_call_one_after_another(ranks):
     assert ranks.run(3, calls_of_threads_in_turn) == [[True] * 3] * 3
 
 
+def is_last(group):
+    return dist.get_rank(group) == dist.get_world_size(group) - 1
+
+
+def differentiate_out_of_order(group):
+    """Run two backward passes, on the last rank in another order."""
+    made = dist.new_group(timeout=timedelta(seconds=2))
+    passes = [Passes(made) for _ in range(2)]
+    outputs = [each.problem.attend() for each in passes]
+    for number in (1, 0) if is_last(group) else (0, 1):
+        passes[number].differentiate(outputs[number])
+
+
 def test_backward_passes_in_another_order_are_named(ranks):
-    for error, text in ranks.run(8, complaint_out_of_order, 2):
+    for error, text in ranks.run(8, raised, differentiate_out_of_order):
         assert error is ValueError
         assert text.startswith("rank 7 of the group has call 'the backward pass of call 1', rank 0")
         assert text.endswith("has 'the backward pass of call 0'")
 
 
+def attend_without_the_last(group):
+    made = dist.new_group(timeout=timedelta(seconds=2))
+    if not is_last(group):
+        Passes(made).problem.attend()
+
+
 def test_a_rank_that_does_not_call_is_not_waited_for_beyond_the_timeout(ranks):
-    *found, last = ranks.run(8, complaint_without_the_last, 2)
+    *complaints, last = ranks.run(8, raised, attend_without_the_last)
     assert last is None
-    for error, text in found:
+    for error, text in complaints:
         assert error is RuntimeError and "a rank of the group has failed" in text
+
+
+def kept_without_a_collection(group):
+    """Return which tensors and groups of a finished call still exist before a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = dist.new_group()
+        tensors = [torch.randn(1, 4, 5, 16).requires_grad_() for _ in range(3)]
+        output = cqs.distributed.attention(*tensors, group=made, is_causal=True)
+        output.sum().backward()
+        kept = {"output": output, "query": tensors[0], "group": made}
+        references = {name: weakref.ref(each) for name, each in kept.items()}
+        dist.destroy_process_group(made)
+        del tensors, output, made, kept
+        return [name for name, reference in references.items() if reference() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_finished_call_keeps_neither_tensors_nor_its_group(ranks):
     """Threads of a group that is destroyed late abort the interpreter as it exits."""
     assert ranks.run(8, kept_without_a_collection) == [[]] * 8
+
+
+def as_fake(tensor, group):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+KINDS = {
+    "DTensor": as_dtensor,
+    "FakeTensor": as_fake,
+    "MaskedTensor": lambda tensor, group: masked_tensor(tensor, tensor > 0),
+    "sparse": lambda tensor, group: tensor.to_sparse(),
+    "nested": lambda tensor, group: torch.nested.nested_tensor([*tensor], layout=torch.jagged),
+    "meta": lambda tensor, group: tensor.to("meta"),
+    "quantized": lambda tensor, group: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+}
+
+
+def complaint_about_kind(group, kind, of_ranks):
+    """Return what is raised where some ranks pass a query of another kind, and after how long."""
+    tensors, rank = [torch.randn(1, 4, 8, 16) for _ in range(3)], dist.get_rank(group)
+    if rank in of_ranks:
+        tensors[0] = KINDS[kind](tensors[0], group)
+    start = time.monotonic()
+    return *complaint(group, rank, {"tensors": tensors}, {}), time.monotonic() - start
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,22 +247,69 @@ def test_tensors_without_plain_memory_are_named_on_every_rank(ranks, kind):
     for error, text, seconds in ranks.run(3, complaint_about_kind, kind, range(3)):
         assert error is expected and "query" in text and seconds < 5
         assert kind != "DTensor" or "query.to_local()" in text
-    found = ranks.run(3, complaint_about_kind, kind, [1])
-    assert found.pop(1)[0] is expected
-    for error, text, seconds in found:
+    complaints = ranks.run(3, complaint_about_kind, kind, [1])
+    assert complaints.pop(1)[0] is expected
+    for error, text, seconds in complaints:
         assert error is ValueError and seconds < 5
         assert text.startswith(f"rank 1 of the group failed: {expected.__name__}")
         assert "query" in text
 
 
+def attend_in_vmap(group):
+    """Attend, on the last rank inside torch.func.vmap."""
+    tensors = [torch.randn(2, 1, 4, 8, 16) for _ in range(3)]
+
+    def attend(*tensors):
+        return cqs.distributed.attention(*tensors, group=group)
+
+    if is_last(group):
+        torch.func.vmap(attend)(*tensors)
+    attend(*(tensor[0] for tensor in tensors))
+
+
 def test_a_rank_inside_vmap_is_named_on_every_rank(ranks):
-    found = ranks.run(2, complaint_in_vmap, 1)
-    assert found[1][0] is NotImplementedError and "query" in found[1][1]
-    assert found[0][0] is ValueError and "rank 1 of the group failed" in found[0][1]
+    (other, text), (own, own_text) = ranks.run(2, raised, attend_in_vmap)
+    assert own is NotImplementedError and "query" in own_text
+    assert other is ValueError and "rank 1 of the group failed" in text
+
+
+def check_asynchronous(group):
+    """Compute with tensors of a collective that has not finished."""
+    tensors = [torch.randn(1, 4, 8, 16, requires_grad=True) for _ in range(3)]
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), dist.get_rank(group)
+    unfinished = [
+        DTensor.from_local(tensor, mesh, [Shard(0)])
+        .redistribute(mesh, [Replicate()], async_op=True)
+        .to_local()
+        for tensor in tensors
+    ]
+    assert all(type(each) is AsyncCollectiveTensor for each in unfinished)
+    plain = [each.detach().clone().requires_grad_() for each in unfinished]
+    output, expected = (
+        cqs.distributed.attention(*each, group=group) for each in (unfinished, plain)
+    )
+    assert type(output) is torch.Tensor and torch.equal(output, expected)
+    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    others = torch.autograd.grad(expected.square().sum(), plain)
+    for gradient, other in zip(gradients, others, strict=True):
+        assert torch.equal(gradient, other[rank : rank + 1])
 
 
 def test_tensors_of_collectives_are_waited_for(ranks):
     ranks.run(2, check_asynchronous)
+
+
+def complaint_about_group(group, kind):
+    """Return what is raised for something other than a group of this process."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    passed = {
+        "not a member": dist.GroupMember.NON_GROUP_MEMBER,
+        "unknown": dist.ProcessGroup(dist.HashStore(), rank, num_ranks),
+        "mesh": DeviceMesh("cpu", [[*range(num_ranks)]], _init_backend=False),
+        "integer": 3,
+        "string": "x",
+    }[kind]
+    return complaint(passed, None, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +328,12 @@ def test_what_is_no_group_of_this_process_is_named(ranks, kind, expected, value)
         assert kind not in ("not a member", "unknown") or f"rank {rank}" in text
 
 
+def attend_on_another_device(group):
+    """Attend with tensors on a device for which the group has no backend."""
+    Passes(dist.new_group(backend="cuda:gloo")).problem.attend()
+
+
 def test_tensors_on_a_device_without_a_backend_are_named(ranks):
-    for error, text in ranks.run(8, complaint_on_another_device):
+    for error, text in ranks.run(8, raised, attend_on_another_device):
         assert error is ValueError and "query must be on a device of the group" in text
         assert "cpu" in text

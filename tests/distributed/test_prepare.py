@@ -1,27 +1,47 @@
 """Prepared calls compute what calls compute, and are compared between ranks like them."""
 
+import sys
+from functools import partial
+
 import pytest
 import torch
-from programs import (
-    compare_prepared,
-    complaint_about_prepared,
-    complaint_of_prepare,
-    python_calls_of_attention,
-)
+import torch.distributed as dist
+from programs import ShardedProblem, cut, raised
 
+import cqs.distributed
 from benchmarks.cases import Case
 from cqs.patterns import sliding_window
 
 pytestmark = pytest.mark.slow
 
 
+def compare_prepared(group, case, options):
+    """Return whether prepared calls have the bits of calls, for some lengths and gradients."""
+    seed, are_alike, prepared = {"seed": 5} if "dropout_p" in options else {}, [], None
+    for number in range(2):
+        cuts = cut((case.seqlen_q, case.seqlen_kv), dist.get_world_size(group), number)
+        problem = ShardedProblem(group, case, cuts, torch.float32)
+        options = problem.arguments | options
+        prepared = prepared or cqs.distributed.prepare(*problem.tensors, **options)
+        for has_gradients in (True, False):
+            answers = []
+            for call in (prepared, partial(cqs.distributed.attention, **options)):
+                with torch.set_grad_enabled(has_gradients):
+                    answer = call(*problem.tensors, **seed)
+                parts = list(answer) if isinstance(answer, tuple) else [answer]
+                parts += problem.gradients(parts[0]) if has_gradients else []
+                answers.append(parts)
+            are_alike.append(all(map(torch.equal, *answers)))
+    return are_alike
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (Case("causal", 60, 60, 4, 2, is_causal=True), {"return_lse": True}),
-        (Case("cross", 40, 80, 4, 4), {"num_chunks": 2, "head_parallel": 1, "verify": True}),
-        (Case("window", 60, 60, 4, 4, pattern=sliding_window(9, 4)), {"plan": "rows"}),
-        (Case("dropout", 60, 60, 4, 4), {"dropout_p": 0.3, "backend": "reference"}),
+        (Case("causal", 40, 60, 4, 2, is_causal=True), {"return_lse": True}),
+        (Case("cross", 40, 60, 4, 4), {"num_chunks": 2, "head_parallel": 1, "verify": True}),
+        (Case("window", 40, 60, 4, 4, pattern=sliding_window(9, 4)), {"plan": "rows"}),
+        (Case("dropout", 40, 60, 4, 4), {"dropout_p": 0.3, "backend": "reference"}),
     ],
     ids=lambda each: each.name if isinstance(each, Case) else "",
 )
@@ -29,6 +49,15 @@ pytestmark = pytest.mark.slow
 def test_prepared_calls_are_bitwise_identical(ranks, num_ranks, case, options):
     """With and without gradients, for the lengths that were prepared and for others."""
     assert ranks.run(num_ranks, compare_prepared, case, options) == [[True] * 4] * num_ranks
+
+
+def call_prepared(group, shape, dtype):
+    """Call what was prepared; rank 1 has other tensors."""
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    call = cqs.distributed.prepare(*tensors, group=group)
+    if dist.get_rank(group) == 1:
+        tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    call(*tensors)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +70,40 @@ def test_prepared_calls_are_bitwise_identical(ranks, num_ranks, case, options):
     ],
 )
 def test_tensors_that_were_not_prepared_are_named_on_every_rank(ranks, name, shape, dtype, value):
-    for rank, (error, text) in enumerate(ranks.run(3, complaint_about_prepared, 1, shape, dtype)):
+    for rank, (error, text) in enumerate(ranks.run(3, raised, call_prepared, shape, dtype)):
         assert error is ValueError and f"{name} must be as prepared, {value}" in text
         assert rank == 1 or text.startswith("rank 1 of the group failed")
 
 
+def prepare_causal_on_the_last(group):
+    tensors, is_last = [torch.randn(1, 4, 8, 16) for _ in range(3)], dist.get_rank(group) == 2
+    cqs.distributed.prepare(*tensors, group=group, is_causal=is_last)
+
+
 def test_ranks_that_prepare_other_calls_find_out(ranks):
-    for error, text in ranks.run(3, complaint_of_prepare, 2):
+    for error, text in ranks.run(3, raised, prepare_causal_on_the_last):
         assert error is ValueError
         assert text.startswith("rank 2 of the group has is_causal True, rank 0 has False")
+
+
+def python_calls_of_attention(group, has_gradients):
+    """Return the number of Python functions that a repeated call of attention calls."""
+    tensors = [torch.randn(1, 4, 32, 16).requires_grad_(has_gradients) for _ in range(3)]
+    calls = []
+
+    def run_passes():
+        output = cqs.distributed.attention(*tensors, group=group, is_causal=True)
+        if has_gradients:
+            torch.autograd.grad(output, tensors, output.detach())
+
+    for _ in range(2):
+        run_passes()
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event == "call" else None)
+    try:
+        run_passes()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
 
 
 @pytest.mark.parametrize(("has_gradients", "most"), [(False, 660), (True, 1300)])

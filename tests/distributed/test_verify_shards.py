@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from programs import shards_of
+from programs import ShardedProblem
 from sparse_cases import with_pattern
 
 import cqs.distributed
@@ -40,15 +40,7 @@ def attend_verified(group, case, marks, dtype, options, wrong=()):
 
     RankTask.attend = corrupt
     try:
-        tensors, *_ = shards_of(case.make(dtype), marks, dist.get_rank(group))
-        cqs.distributed.attention(
-            *(tensor.clone().requires_grad_() for tensor in tensors),
-            group=group,
-            is_causal=case.is_causal,
-            pattern=case.pattern,
-            verify=True,
-            **options,
-        )
+        ShardedProblem(group, case, marks, dtype).attend(verify=True, **options)
     except VerificationError as error:
         return str(error)
     finally:
