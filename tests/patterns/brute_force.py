@@ -1,5 +1,7 @@
 """Patterns and pieces by their definition: one test per pair."""
 
+from itertools import product
+
 import numpy as np
 
 
@@ -9,6 +11,17 @@ def mask_of(rule, seqlen_q, seqlen_kv):
     for i in range(seqlen_q):
         for j in range(seqlen_kv):
             mask[i, j] = bool(rule(i + seqlen_kv - seqlen_q, j))
+    return mask
+
+
+def random_mask(rng, seqlen_q, seqlen_kv, block=128):
+    """Some empty, some full and some mixed blocks."""
+    generator = np.random.default_rng(rng.randrange(2**32))
+    mask = generator.random((seqlen_q, seqlen_kv)) < 0.3
+    for row, column in product(range(0, seqlen_q, block), range(0, seqlen_kv, block)):
+        kind = rng.choice([None, True, False, False])
+        if kind is not None:
+            mask[row : row + block, column : column + block] = kind
     return mask
 
 

@@ -64,12 +64,9 @@ def splitmix64(number):
     return word ^ word >> 31
 
 
-def test_the_generator_is_splitmix64():
+def test_random_blocks_are_the_same_on_every_machine():
     # The first words of the reference implementation with seed 0.
     assert [splitmix64(n) for n in (0, 1)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-
-
-def test_random_blocks_are_the_same_on_every_machine():
     columns = random_columns(bigbird(block=64, window_blocks=3, random_blocks=3, seed=7), 1024)
     for row in range(1, 16):
         left = [column for column in range(1, 16) if abs(column - row) > 1]
@@ -96,8 +93,6 @@ def test_bigbird_is_a_value_that_depends_on_the_length():
         pattern.count(range(4), range(4))
     with pytest.raises(ValueError, match="depends on the lengths: bind it"):
         (pattern & causal()).allows(1, 1)
-    mask = pattern.to_mask(30) & causal().to_mask(30)
-    assert_is(random.Random(1), (pattern & causal()).bind(30), mask)
 
 
 def test_a_million_tokens_are_one_piece_per_random_block():
@@ -109,17 +104,13 @@ def test_a_million_tokens_are_one_piece_per_random_block():
 
 def test_no_more_blocks_are_drawn_than_there_are():
     for length in (64, 1000):
-        all_of_them = bigbird(block=16, random_blocks=10**8).bind(length)
-        assert all_of_them.density == 1
+        assert bigbird(block=16, random_blocks=10**8).bind(length).density == 1
     assert bigbird(random_blocks=10**8).bind(0).num_pairs == 0
 
 
-def test_large_blocks_combine_exactly():
+def test_large_blocks_combine_as_pieces():
     pattern = bigbird(block=8192, window_blocks=0, global_blocks=0, random_blocks=2) & causal()
     assert len(pattern.bind(65536).pieces) <= 16
-    mask = bigbird(block=300, random_blocks=1).to_mask(1000) & causal().to_mask(1000)
-    combined = bigbird(block=300, random_blocks=1) & causal()
-    assert_is(random.Random(2), combined.bind(1000), mask)
 
 
 def test_bad_arguments_are_named():

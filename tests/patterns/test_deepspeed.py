@@ -4,12 +4,11 @@ import pickle
 import random
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from brute_force import assert_is
 
-from cqs.patterns import block_sparse, causal, from_deepspeed
+from cqs.patterns import block_sparse, from_deepspeed
 
 
 @dataclass
@@ -33,48 +32,26 @@ class Config:
         return layout.expand(self.num_heads, size, size)
 
 
-CONFIGS = [
-    Config(),
-    Config(5, block=8),
-    Config(2, block=64, attention="unidirectional"),
-    Config(4, block=128, different_layout_per_head=False),
-    Config(2, block=24, different_layout_per_head=False, attention="unidirectional"),
-]
-
-
-def made(config, length, seed):
-    """The layout that the configuration makes after ``seed``, boolean by tokens."""
-    random.seed(seed)
-    layout = config.make_layout(length).bool().numpy()
-    return layout.repeat(config.block, axis=1).repeat(config.block, axis=2)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("length", [384, 768])
-def test_live_pairs_are_those_of_the_layout(config, length):
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(2, block=64, attention="unidirectional"),
+        Config(2, block=24, different_layout_per_head=False, attention="unidirectional"),
+    ],
+    ids=str,
+)
+def test_live_pairs_are_those_of_the_layout(config):
     random.seed(5)
-    pattern = from_deepspeed(config, length)
-    masks = made(config, length, seed=5)
+    pattern = from_deepspeed(config, 384)
+    random.seed(5)
+    layout = config.make_layout(384).bool().numpy()
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
     heads = config.num_heads if config.different_layout_per_head else 1
-    assert pattern.heads == (1, heads)
-    for head in range(config.num_heads):
-        assert_is(random.Random(0), pattern.head(0, head).bind(length), masks[head])
-
-
-def test_a_layout_is_the_pattern_of_its_blocks():
-    random.seed(3)
-    layout = Config().make_layout(384)
-    random.seed(3)
-    pattern = from_deepspeed(Config(), 384)
-    assert pattern == block_sparse(layout, 16) and pickle.loads(pickle.dumps(pattern)) == pattern
-    assert from_deepspeed(Config(), 384) != pattern
-
-
-def test_a_unidirectional_layout_combines_with_causal():
-    config = Config(attention="unidirectional", different_layout_per_head=False)
-    random.seed(0)
-    mask = (from_deepspeed(config, 192) & causal()).to_mask(192)
-    assert (mask == np.tril(made(config, 192, seed=0)[0])).all()
+    assert pattern == block_sparse(layout[:heads], config.block) and pattern.heads == (1, heads)
+    masks = layout.repeat(config.block, axis=1).repeat(config.block, axis=2)
+    for head, mask in enumerate(masks):
+        assert_is(random.Random(0), pattern.head(0, head).bind(384), mask)
 
 
 @pytest.mark.parametrize("config", [3, {"mode": "fixed"}, None])

@@ -84,22 +84,18 @@ def test_arrays_and_numbers_name_the_same_tokens():
     assert global_tokens(np.array([1, 0])) == global_tokens(2) == global_tokens(range(2))
     assert global_tokens(np.int64(2)) == global_tokens(2)
     assert padded(np.array([4, 0]), torch.tensor([5, 1])) == padded([4, 0], (5, 1))
+    assert padded([3, 3]) == padded([3, 3], [3, 3])
     one = padded([4], [5]) & causal()
     assert eval(repr(one)) == one and eval(repr(one - causal())) == one - causal()
-    ends = np.array([0, 3, 9], dtype=np.int32)
-    assert documents(ends) == documents([0, 3, 9])
+    assert documents(np.array([0, 3, 9], dtype=np.int32)) == documents([0, 3, 9])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_elements_of_a_padded_batch_are_problems_of_their_own(is_causal):
-    q, k, v = (
-        torch.randn(4, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (9, 12, 12)
-    )
+    q, k, v = (torch.randn(4, 2, n, 8, dtype=torch.float64) for n in (9, 12, 12))
     lengths, lengths_kv = [9, 4, 0, 4], [12, 0, 3, 7]
     options = {"is_causal": is_causal, "return_lse": True}
-    output, lse = cqs.attention(
-        q, k, v, pattern=padded(lengths, lengths_kv), num_tasks=3, **options
-    )
+    output, lse = cqs.attention(q, k, v, pattern=padded(lengths, lengths_kv), **options)
     padding = torch.arange(9) >= torch.tensor(lengths).unsqueeze(1)
     assert (output.transpose(1, 2)[padding] == 0).all()
     assert (lse.transpose(1, 2)[padding] == -torch.inf).all()
@@ -108,21 +104,9 @@ def test_elements_of_a_padded_batch_are_problems_of_their_own(is_causal):
         expected, expected_lse = cqs.attention(*parts, **options)
         torch.testing.assert_close(output[b : b + 1, :, :n], expected)
         torch.testing.assert_close(lse[b : b + 1, :, :n], expected_lse)
-        found, exact = (
-            torch.autograd.grad(o.square().sum(), (q, k, v), retain_graph=True)
-            for o in (output[b], expected)
-        )
-        torch.testing.assert_close(found, exact)
 
 
-def test_lengths_of_a_padded_batch_are_checked():
-    assert padded([3, 3]) == padded([3, 3], [3, 3])
-    with pytest.raises(ValueError, match="of the same batch elements, got 2 and 1"):
-        padded([3, 3], [3])
-    with pytest.raises(ValueError, match="lengths must be at least 0, got -1"):
-        padded([-1])
-    with pytest.raises(TypeError, match="lengths_kv must be an integer, got 1.5"):
-        padded([1], [1.5])
+def test_a_padded_batch_must_fit():
     q = torch.randn(3, 1, 5, 4)
     with pytest.raises(ValueError, match="batch must be 2 with pattern"):
         cqs.attention(q, q, q, pattern=padded([1, 2]))
@@ -133,6 +117,7 @@ def test_lengths_of_a_padded_batch_are_checked():
         cqs.attention(q, q, q, pattern=padded([1, 6, 2]))
 
 
+@pytest.mark.slow
 def test_a_graph_takes_other_lengths_in_each_run():
     def attend(q, lengths, lengths_kv):
         return cqs.attention(q, q, q, pattern=padded(lengths, lengths_kv) & causal())
@@ -191,11 +176,9 @@ def test_counts_of_documents_are_those_of_their_pieces(is_causal):
         assert before.tolist() == [by_pieces.count(range(row), keys) for row in rows.tolist()]
         live = before[before < before[-1]]
         assert (bound.live_before(bound.rows_with(live)) == live).all()
-        for start, stop in zip(rows, rows[1:], strict=False):
-            if before[start] < before[stop]:
-                (first,), (end,) = bound.keys_of(start[None], stop[None])
-                seen = bound.count(range(start, stop), range(first, end))
-                assert seen == before[stop] - before[start]
+        for row in np.flatnonzero(np.diff(before)):
+            (first,), (end,) = bound.keys_of(rows[row : row + 1], rows[row + 1 : row + 2])
+            assert bound.count(range(row, row + 1), range(first, end)) == np.diff(before)[row]
 
 
 def test_documents_in_documents_are_documents():
@@ -206,18 +189,6 @@ def test_documents_in_documents_are_documents():
         both = first & second
         assert isinstance(both.bind(30), BoundDocuments)
         assert (both.to_mask(30) == first.to_mask(30) & second.to_mask(30)).all()
-
-
-def test_attention_of_packed_documents_is_that_of_each():
-    ends, ends_kv = [0, 3, 20, 20, 31], [0, 40, 50, 55, 70]
-    query, key, value = (torch.randn(1, 4, n, 8) for n in (31, 70, 70))
-    found = cqs.attention(
-        query, key, value, pattern=documents(ends, ends_kv), is_causal=True, num_tasks=4
-    )
-    for q, k in zip(pairwise(ends), pairwise(ends_kv), strict=True):
-        tensors = query[:, :, slice(*q)], key[:, :, slice(*k)], value[:, :, slice(*k)]
-        expected = cqs.attention(*tensors, is_causal=True)
-        torch.testing.assert_close(found[:, :, slice(*q)], expected)
 
 
 def test_longformer_of_a_billion_tokens_is_a_few_pieces():
@@ -235,13 +206,11 @@ def test_longformer_of_a_billion_tokens_is_a_few_pieces():
     ("call", "message"),
     [
         (lambda: global_tokens([1, -1]), "indices must be at least 0, got -1"),
-        (lambda: global_tokens(-2), "indices must be at least 0, got -2"),
         (lambda: global_tokens([0.5]), "indices must be an integer, got 0.5"),
         (lambda: longformer(4, "ab"), "global_tokens must be an integer, got 'a'"),
         (lambda: longformer(-4, 1), "window must be at least 0, got -4"),
         (lambda: documents([1, 2]), r"cu_seqlens must begin with 0 .*, got \[1, 2\]"),
         (lambda: documents([0, 3, 2]), "never decrease"),
-        (lambda: documents([]), "must begin with 0"),
         (lambda: documents(3), "cu_seqlens must be a sequence of integers, got 3"),
         (lambda: documents([0, 2], [1, 2]), r"cu_seqlens_kv must begin with 0 .*, got \[1, 2\]"),
         (lambda: documents([0, 2], [0, 1, 2]), "cu_seqlens_kv must have .* 2, got 3"),
@@ -249,15 +218,15 @@ def test_longformer_of_a_billion_tokens_is_a_few_pieces():
         (lambda: documents([0, 2]).bind(2, 4), "and pass both if lengths differ"),
         (lambda: documents([0, 4], [0, 2]).bind(2, 4), "2 queries and 4 keys .*, got 4 and 2"),
         (lambda: documents([0, 3, 6]).bind(5), "must end at the 5 queries .* got 6 and 6: make"),
-        (lambda: documents([0, 3, 4]).bind(5), "padding a document of its own"),
-        (lambda: documents([0]).bind(5), "must end at the 5 queries .*, got 0 and 0"),
-        (lambda: documents([0, 2], [0, 4]).bind(3, 4), "must end at the 3 .* got 2 and 4"),
         (lambda: (documents([0, 3]) & documents([0, 4])).bind(4), "must end at the 4 queries"),
         (
             lambda: (documents([0, 2, 3], [0, 4, 4]) & sliding_window(1)).bind(3, 4),
             "must not mix",
         ),
         (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
+        (lambda: padded([3, 3], [3]), "of the same batch elements, got 2 and 1"),
+        (lambda: padded([-1]), "lengths must be at least 0, got -1"),
+        (lambda: padded([1], [1.5]), "lengths_kv must be an integer, got 1.5"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
