@@ -7,11 +7,9 @@ from cqs.worker.memory import predict_pattern_cost
 PLANS = {
     "full": make_plan(700, num_tasks=7),
     "ragged-even-causal": make_plan(701, num_tasks=8, is_causal=True),
-    "cross": make_plan(300, 801, num_tasks=12),
     "cross-causal": make_plan(300, 801, num_tasks=13, is_causal=True),
     "more-queries-causal": make_plan(801, 300, num_tasks=6, is_causal=True),
     "more-workers-than-tokens": make_plan(9, num_tasks=31),
-    "one-worker": make_plan(100, num_tasks=1, is_causal=True),
     "window": make_plan(701, num_tasks=7, pattern=sliding_window(50, 0)),
     "cross-longformer": make_plan(300, 801, num_tasks=8, pattern=longformer(64, 3)),
 }
@@ -25,22 +23,15 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@pytest.mark.parametrize("num_tasks", [1, 2, 7, 8, 12, 31])
-def test_flops_of_all_tasks_add_up_to_those_of_full_attention(num_tasks):
-    seqlen, heads, head_dim = 1003, 8, 64
-    plan = make_plan(seqlen, num_tasks=num_tasks)
-    shape = AttentionShape(heads, head_dim)
-    costs = [plan.predict_cost(index, shape) for index in range(num_tasks)]
-    assert sum(cost.flops for cost in costs) == 4 * seqlen * seqlen * head_dim * heads
-
-
 @every_shape
 @every_plan
 def test_flops_count_two_products_per_live_pair(plan, shape):
     value_dim = shape.value_dim or shape.head_dim
-    total = sum(plan.predict_cost(index, shape).flops for index in range(plan.num_tasks))
+    costs = [plan.predict_cost(index, shape) for index in range(plan.num_tasks)]
     per_pair = 2 * shape.head_dim + 2 * value_dim
-    assert total == per_pair * plan.live_pairs * shape.num_heads * shape.batch
+    expected = per_pair * plan.live_pairs * shape.num_heads * shape.batch
+    assert sum(cost.flops for cost in costs) == expected
+    assert all(cost.peak_bytes >= cost.bytes_in + cost.bytes_out for cost in costs)
 
 
 @every_shape
@@ -71,14 +62,6 @@ def test_bytes_out_are_an_output_and_an_lse_per_step_and_query(plan, shape):
 
 
 @every_shape
-@every_plan
-def test_peak_holds_inputs_and_results_at_once(plan, shape):
-    for index in range(plan.num_tasks):
-        cost = plan.predict_cost(index, shape)
-        assert cost.peak_bytes >= cost.bytes_in + cost.bytes_out
-
-
-@every_shape
 @pytest.mark.parametrize("name", ["window", "cross-longformer"])
 def test_a_backend_that_computes_a_pattern_needs_no_less_than_inputs_and_results(name, shape):
     plan = PLANS[name]
@@ -89,15 +72,6 @@ def test_a_backend_that_computes_a_pattern_needs_no_less_than_inputs_and_results
         for backend in ("cpu", "triton", "reference"):
             cost = predict_pattern_cost(task, shape, backend, bound)
             assert cost.peak_bytes >= least.peak_bytes
-
-
-def test_tasks_send_and_receive_about_one_share_of_their_quorum():
-    plan = make_plan(7000, num_tasks=7)
-    shape = AttentionShape(num_heads=8, head_dim=64, itemsize=2)
-    for index in range(7):
-        cost = plan.predict_cost(index, shape)
-        assert cost.bytes_in == 3 * (3 * 1000) * 8 * 64 * 2
-        assert cost.bytes_out == 3 * 1000 * 8 * (64 * 2 + 4)
 
 
 def test_a_task_without_work_costs_nothing():

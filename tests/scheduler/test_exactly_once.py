@@ -1,16 +1,8 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from owner_counts import (
-    assert_owned_once,
-    collect_steps,
-    count_pairs,
-    is_ascending_and_apart,
-    live_mask,
-    live_pairs_per_worker,
-    tokens,
-)
 
 from cqs.scheduler import make_plan
 
@@ -24,79 +16,75 @@ LENGTHS = {
 CROSS = [0, 1, 2, 5, 13, 40]
 
 
+def live_mask(plan):
+    """Which pairs attention needs, from the definition."""
+    mask = np.ones((plan.seqlen_q, plan.seqlen_kv), dtype=bool)
+    return np.tril(mask, plan.seqlen_kv - plan.seqlen_q) if plan.is_causal else mask
+
+
+def assert_owned_once(plan):
+    """Count the owners of every single pair."""
+    counts = np.zeros((plan.seqlen_q, plan.seqlen_kv), dtype=int)
+    for task in plan.tasks:
+        for block in task.blocks:
+            queries, keys = (slice(side.start, side.stop) for side in block[:2])
+            part = counts[queries, keys]
+            assert part.shape == (len(block.queries), len(block.keys)), "outside the score matrix"
+            part += np.tri(*part.shape, dtype=int) if block.is_causal else 1
+    assert np.array_equal(counts, live_mask(plan)), plan
+    assert plan.live_pairs == counts.sum()
+
+
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_live_pair_has_one_owner_and_all_tasks_have_equal_work(length, is_causal):
-    """Beyond 64 workers each length has every third number, odd or even, and no number is left."""
-    first = 65 + list(LENGTHS).index(length) % 3
-    for num_tasks in (*range(1, 65), *range(first, 201, 3)):
+    """Beyond 64 tasks each length has every twelfth number, odd or even."""
+    first = 65 + list(LENGTHS).index(length)
+    for num_tasks in (*range(1, 65), *range(first, 201, 12)):
         seqlen = LENGTHS[length](num_tasks)
         plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal)
-        rectangles, squares = collect_steps(plan)
-        assert_owned_once(plan, rectangles, squares)
-
-        live = live_pairs_per_worker(plan, rectangles, squares)
+        plan.validate()
+        work = [task.live_pairs for task in plan.tasks]
         total = seqlen * (seqlen + 1) // 2 if is_causal else seqlen * seqlen
-        assert live.sum() == total == plan.live_pairs
+        assert sum(work) == total == plan.live_pairs
         group = math.ceil(seqlen / num_tasks)
         allowed = num_tasks * (num_tasks * (2 * group + 1) + group)
-        assert max(abs(num_tasks * int(pairs) - total) for pairs in live) <= allowed
+        assert max(abs(num_tasks * pairs - total) for pairs in work) <= allowed
 
 
 @KINDS
-@pytest.mark.parametrize("num_tasks", [*range(1, 25), 31, 48])
+@pytest.mark.parametrize("num_tasks", [*range(1, 17), 31, 48])
 def test_every_single_pair_is_owned_once_for_short_sequences(num_tasks, is_causal):
     for seqlen in {*range(12), num_tasks - 1, num_tasks, 2 * num_tasks + 1, 41}:
-        plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal)
-        assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
+        assert_owned_once(make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal))
 
 
 @KINDS
-@pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 6, 7, 8, 12, 13, 20])
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 7, 8, 12, 20])
 def test_every_single_pair_is_owned_once_when_lengths_differ(num_tasks, is_causal):
     for seqlen_q in CROSS:
         for seqlen_kv in CROSS:
             plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
-            assert np.array_equal(count_pairs(plan), live_mask(plan)), plan
-            assert plan.live_pairs == live_mask(plan).sum()
+            assert_owned_once(plan)
             plan.validate()
 
 
 @KINDS
-@pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 13, 64, 100])
+@pytest.mark.parametrize("num_tasks", [1, 2, 13, 64])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(10**9, 10**6), (777_777, 10**9), (5, 10**9)])
 def test_long_sequences_of_unequal_lengths_are_owned_once(
     num_tasks, seqlen_q, seqlen_kv, is_causal
 ):
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
-    rectangles, squares = collect_steps(plan)
-    assert_owned_once(plan, rectangles, squares)
-    live = live_pairs_per_worker(plan, rectangles, squares)
-    assert live.sum() == plan.live_pairs
+    plan.validate()
     if seqlen_q > 5:
-        assert live.max() * num_tasks == pytest.approx(plan.live_pairs, rel=0.01)
+        busiest = max(task.live_pairs for task in plan.tasks)
+        assert busiest * num_tasks == pytest.approx(plan.live_pairs, rel=0.01)
 
 
 @KINDS
-@pytest.mark.parametrize("num_tasks", [4, 7, 10])
-@pytest.mark.parametrize("lengths", [(23, 23), (23, 31), (31, 23)], ids=str)
-def test_the_count_for_long_sequences_notices_a_missing_and_a_second_owner(
-    lengths, num_tasks, is_causal
-):
-    plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
-    rectangles, squares = collect_steps(plan)
-    assert_owned_once(plan, rectangles, squares)
-    for broken in (rectangles[1:], np.concatenate([rectangles, rectangles[-1:]])):
-        with pytest.raises(AssertionError):
-            assert_owned_once(plan, broken, squares)
-    if is_causal:
-        with pytest.raises(AssertionError):
-            assert_owned_once(plan, rectangles, squares[1:])
-
-
-@KINDS
-@pytest.mark.parametrize("num_tasks", range(1, 33))
+@pytest.mark.parametrize("num_tasks", [*range(1, 17), 31, 32])
 def test_blocks_steps_and_counts_of_a_task_agree(num_tasks, is_causal):
     for lengths in [(3, 3), (50, 50), (50, 75), (75, 50)]:
         for task in make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal).tasks:
@@ -105,11 +93,11 @@ def test_blocks_steps_and_counts_of_a_task_agree(num_tasks, is_causal):
             assert task.live_pairs == sum(block.num_pairs for block in task.blocks)
             for step in task.steps:
                 assert step.live_pairs == sum(block.num_pairs for block in step.blocks())
-                assert is_ascending_and_apart(step.keys)
+                assert all(a.stop < b.start for a, b in pairwise(step.keys))
 
 
 @KINDS
-@pytest.mark.parametrize("num_tasks", [*range(1, 33), 64])
+@pytest.mark.parametrize("num_tasks", [*range(1, 17), 32])
 def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_tasks, is_causal):
     for lengths in [(5, 5), (num_tasks, num_tasks), (50, 50), (50, 75), (75, 50), (0, 9)]:
         plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
@@ -125,5 +113,4 @@ def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_tasks, is_caus
             groups = {query_groups.index(g) for g in queries}
             groups |= {plan.key_groups.index(g) % num_tasks for g in keys}
             assert task.held_groups == tuple(sorted(groups)), plan
-            held = max(len(tokens(task.held_queries)), len(tokens(task.held_keys)))
-            assert task.held_tokens == held
+            assert task.held_tokens == max(sum(map(len, queries)), sum(map(len, keys)))

@@ -1,7 +1,6 @@
 import itertools
 import math
 import time
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +29,14 @@ def read_stored(num_tasks):
 
 
 def covers(elements, modulus):
-    elements = np.array(elements)
-    return len(np.unique((elements[:, None] - elements) % modulus)) == modulus
+    elements, is_covered = np.array(elements), np.zeros(modulus, dtype=bool)
+    is_covered[(elements[:, None] - elements) % modulus] = True
+    return is_covered.all()
 
 
 @pytest.fixture
 def stored_as(tmp_path, monkeypatch):
-    """Replace the folder of stored sets by one that holds a single text for 7 workers."""
+    """Replace the folder of stored sets by one that holds a single text for 7 tasks."""
 
     def store(text):
         (tmp_path / "7.txt").write_text(text)
@@ -47,33 +47,21 @@ def stored_as(tmp_path, monkeypatch):
     load_interest_sets.cache_clear()
 
 
-def test_every_number_from_3_to_111_has_a_stored_set():
-    assert set(range(3, 112)) <= set(STORED)
-
-
-@pytest.mark.parametrize("num_tasks", STORED)
-def test_stored_sets_are_sorted_covers_with_zero_and_are_loaded_as_they_stand(num_tasks):
-    all_stored = read_stored(num_tasks)
-    for stored in all_stored:
-        assert list(stored) == sorted(set(stored))
-        assert stored[0] == 0 and stored[-1] < num_tasks
-        assert covers(stored, num_tasks)
-    assert len({*all_stored}) == len(all_stored) and len({*map(len, all_stored)}) == 1
-    assert load_interest_sets(num_tasks) == tuple(all_stored)
-    assert load_interest_set(num_tasks) == all_stored[0]
+def test_stored_sets_are_sorted_covers_with_zero_and_are_loaded_as_they_stand():
+    for num_tasks in STORED:
+        all_stored = read_stored(num_tasks)
+        for stored in all_stored:
+            assert list(stored) == sorted(set(stored)), num_tasks
+            assert stored[0] == 0 and stored[-1] < num_tasks
+            assert covers(stored, num_tasks), num_tasks
+        assert len({*all_stored}) == len(all_stored) and len({*map(len, all_stored)}) == 1
+        assert load_interest_sets(num_tasks) == tuple(all_stored)
+        assert load_interest_set(num_tasks) == all_stored[0]
 
 
 def test_all_published_sets_are_stored():
     numbers = [len(read_stored(num_tasks)) for num_tasks in range(3, 112)]
     assert sum(numbers) == 859 and max(numbers) == 20 and sum(n > 1 for n in numbers) == 49
-
-
-@pytest.mark.parametrize("num_tasks", range(3, 25))
-def test_no_smaller_set_than_the_stored_one_exists(num_tasks):
-    size = len(load_interest_set(num_tasks))
-    assert not any(
-        covers((0, *others), num_tasks) for others in combinations(range(1, num_tasks), size - 2)
-    )
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 133, 183, 301, 307, 1000, 1009])
@@ -82,11 +70,6 @@ def test_a_number_without_a_stored_set_gets_a_cover_too(num_tasks):
     assert list(loaded) == sorted(set(loaded))
     assert loaded[0] == 0
     assert covers(loaded, num_tasks)
-
-
-@pytest.mark.parametrize(("num_tasks", "q"), [(133, 11), (183, 13), (273, 16), (993, 31)])
-def test_projective_planes_give_perfect_sets_beyond_the_stored_ones(num_tasks, q):
-    assert len(load_interest_set(num_tasks)) == q + 1
 
 
 @pytest.mark.parametrize("num_tasks", [0, -1])
@@ -103,9 +86,9 @@ def test_fewer_than_one_task_are_rejected(num_tasks):
         ("0 1 1 3", r"7\.txt, line 1: .*repeats an element"),
         ("1 2 4", r"7\.txt, line 1: .*must contain 0"),
         ("0 1 three", r"7\.txt, line 1: .*'three'"),
+        ("0 1 3\n0 1 2", r"7\.txt, line 2: .*no two elements differ by 3"),
         ("", r"7\.txt has no interest set"),
     ],
-    ids=["not-a-cover", "out-of-range", "repeated", "without-0", "no-number", "empty"],
 )
 def test_a_damaged_file_is_refused(stored_as, text, message):
     stored_as(text)
@@ -113,14 +96,15 @@ def test_a_damaged_file_is_refused(stored_as, text, message):
         load_interest_set(7)
 
 
-def test_a_sound_file_is_used(stored_as):
-    stored_as("0 2 3\n")
+def test_files_of_the_published_format_are_used(stored_as, tmp_path):
+    stored_as("0 2 3\n\n0, 1, 3\n")
     assert load_interest_set(7) == (0, 2, 3)
+    assert read_interest_sets(tmp_path / "7.txt", 7) == [(0, 2, 3), (0, 1, 3)]
 
 
-@pytest.mark.parametrize("num_tasks", [3, 7, 12, 31, 64])
-def test_check_names_the_smallest_difference_that_is_missed(num_tasks):
-    for size in range(1, 4):
+def test_check_sorts_covers_and_names_the_smallest_difference_that_is_missed():
+    assert check_interest_set(iter([3, 0, 1]), 7) == (0, 1, 3)
+    for num_tasks, size in itertools.product([3, 7, 12, 31, 64], range(1, 4)):
         elements = tuple(range(size))
         if covers(elements, num_tasks):
             assert check_interest_set(elements, num_tasks) == elements
@@ -130,7 +114,7 @@ def test_check_names_the_smallest_difference_that_is_missed(num_tasks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tasks", [10**4, 10**5, 65793, 259591, 2**18])
+@pytest.mark.parametrize("num_tasks", [10**4, 65793, 259591, 2**18])
 def test_sets_of_many_tasks_are_made_within_seconds(num_tasks):
     start = time.process_time()
     size = len(load_interest_set(num_tasks))
@@ -138,11 +122,9 @@ def test_sets_of_many_tasks_are_made_within_seconds(num_tasks):
     assert size <= math.sqrt(1.5 * num_tasks) + 6
 
 
-@pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
-def test_sets_of_too_many_tasks_are_rejected_at_once(num_tasks):
-    for use in (load_interest_set, lambda number: check_interest_set([0], number)):
-        with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
-            use(num_tasks)
+def test_sets_of_too_many_tasks_are_rejected_at_once():
+    with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
+        check_interest_set([0], 10**400)
 
 
 @pytest.mark.parametrize("elements", [range(10**12), itertools.count(), range(0, 2**18, 2)])
@@ -163,10 +145,6 @@ def test_large_sets_are_checked_within_seconds():
         check_interest_set([0, 10**5000], 7)
 
 
-def test_check_sorts_what_it_accepts():
-    assert check_interest_set(iter([3, 0, 1]), 7) == (0, 1, 3)
-
-
 A283297 = """
     1 2 2 3 3 3 3 4 4 4 4 4 4 5 5 5 5 5 5 6 5 6 6 6 6 6 6 6 7 7 6 7 7 7 7 7 7 8 7 8 8 8 8 8 8 8
     8 8 8 8 8 9 9 9 9 9 8 9 9 9 9 9 9 9 9 10 10 10 10 10 10 10 9 10 10 10 10 10 10 11 11 11 11
@@ -185,40 +163,21 @@ def test_no_published_cover_is_smaller():
     assert all(published[number] == sizes[number] for number in published.keys() - larger)
     assert all(sizes[number] <= size for number, size in PUBLISHED.items())
     assert all(sizes[number] <= len(ruler_cover(number)) for number in range(112, 301))
-
-
-def test_no_stored_set_has_fewer_elements_than_the_bound():
-    for number in range(1, 301):
-        assert least_size(number) <= len(load_interest_set(number)), number
-    assert [least_size(q * q + q + 1) - q - 1 for q in range(2, 17)] == [
-        int(q in (6, 10, 12, 14, 15)) for q in range(2, 17)
-    ]
-
-
-def test_files_of_the_published_format_are_read(tmp_path):
-    path = tmp_path / "sets.txt"
-    path.write_text("0 1 3\n\n0, 2, 3\n")
-    assert read_interest_sets(path, 7) == [(0, 1, 3), (0, 2, 3)]
-    path.write_text("0 1 3\n0 1 2\n")
-    with pytest.raises(ValueError, match=r"sets.txt, line 2: .* no two elements differ by 3"):
-        read_interest_sets(path, 7)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="has no interest set"):
-        read_interest_sets(path, 7)
+    assert all(least_size(number) <= size for number, size in sizes.items())
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_chosen_set_has_the_least_of_all(is_causal):
     shape = AttentionShape(4, 32, num_kv_heads=2)
-    for num_tasks, seqlen in itertools.product((4, 9, 14, 40), (97, 1000)):
+    for num_tasks, seqlen in ((4, 97), (9, 1000), (14, 97)):
         problem = {"num_tasks": num_tasks, "is_causal": is_causal, "shape": shape}
-        found = compare_interest_sets(seqlen, **problem)
-        assert [each.interest_set for each in found] == [*load_interest_sets(num_tasks)]
+        costs = compare_interest_sets(seqlen, **problem)
+        assert [each.interest_set for each in costs] == [*load_interest_sets(num_tasks)]
         for by in ("traffic", "memory"):
             chosen = choose_interest_set(seqlen, **problem, by=by)
-            (costs,) = (each for each in found if each.interest_set == chosen)
-            assert getattr(costs, by) == min(getattr(each, by) for each in found)
-        for each in found:
+            (of_chosen,) = (each for each in costs if each.interest_set == chosen)
+            assert getattr(of_chosen, by) == min(getattr(each, by) for each in costs)
+        for each in costs:
             kind = Quorums(each.interest_set)
             plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
             assert each.longest == max(task.held_tokens for task in plan.tasks)

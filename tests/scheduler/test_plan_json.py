@@ -1,4 +1,3 @@
-import copy
 import json
 import time
 from pathlib import Path
@@ -18,110 +17,82 @@ PLANS = {
 }
 NUMBERS = {"version", "num_tasks", "seqlen_q", "seqlen_kv", "is_causal", "interest_set"}
 LISTED = {"token_groups", "responsibility_ratio", "tasks"}
-TASK_FIELDS = {"index", "held_groups", "blocks", "live_pairs"}
 
 
-def every_plan():
-    return pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-
-
-@every_plan()
-@pytest.mark.parametrize("list_tasks", [False, True])
-def test_a_plan_survives_json(plan, list_tasks):
-    text = plan.to_json(list_tasks=list_tasks)
-    again = Plan.from_json(text)
-    assert again == plan and again.tasks == plan.tasks
-    assert again.to_json(list_tasks=list_tasks) == text
-
-
-@every_plan()
-def test_json_has_exactly_the_promised_fields(plan):
-    assert set(json.loads(plan.to_json())) == NUMBERS
-    written = json.loads(plan.to_json(list_tasks=True))
-    assert set(written) == NUMBERS | LISTED
-    for task in written["tasks"]:
-        assert set(task) == TASK_FIELDS
-
-
-@every_plan()
-def test_json_says_what_the_plan_says(plan):
-    written = json.loads(plan.to_json(list_tasks=True))
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_plan_survives_json_of_the_promised_fields(plan):
+    for list_tasks in (False, True):
+        text = plan.to_json(list_tasks=list_tasks)
+        again = Plan.from_json(text)
+        assert again == plan and again.tasks == plan.tasks
+        assert again.to_json(list_tasks=list_tasks) == text
+        written = json.loads(text)
+        assert set(written) == (NUMBERS | LISTED if list_tasks else NUMBERS)
     for name in ("num_tasks", "seqlen_q", "seqlen_kv", "is_causal", "responsibility_ratio"):
         assert written[name] == getattr(plan, name)
     assert tuple(written["interest_set"]) == plan.interest_set
     assert [range(*group) for group in written["token_groups"]] == list(plan.token_groups)
-    for task, entry in zip(plan.tasks, written["tasks"], strict=True):
-        assert entry["index"] == task.index
-        assert tuple(entry["held_groups"]) == task.held_groups
-        assert entry["live_pairs"] == task.live_pairs
-        ranges = [(range(q0, q1), range(k0, k1)) for q0, q1, k0, k1 in entry["blocks"]]
-        assert ranges == [(block.queries, block.keys) for block in task.blocks]
+    assert written["tasks"] == [
+        {
+            "index": task.index,
+            "held_groups": [*task.held_groups],
+            "blocks": [
+                [each.queries.start, each.queries.stop, each.keys.start, each.keys.stop]
+                for each in task.blocks
+            ],
+            "live_pairs": task.live_pairs,
+        }
+        for task in plan.tasks
+    ]
 
 
-def changes():
-    """Named functions that falsify one entry of a plan written as a dict."""
-
-    def set_to(name, value):
-        return lambda plan: plan.__setitem__(name, value)
-
-    return {
-        "other-length": set_to("seqlen_q", 62),
-        "other-key-length": set_to("seqlen_kv", 62),
-        "other-number-of-workers": set_to("num_tasks", 7),
-        "not-causal": set_to("is_causal", False),
-        "other-interest-set": set_to("interest_set", [0, 1, 3, 4]),
-        "no-cover": set_to("interest_set", [0, 1]),
-        "negative-length": set_to("seqlen_q", -1),
-        "length-as-text": set_to("seqlen_q", "61"),
-        "length-as-float": set_to("seqlen_q", 61.5),
-        "length-null": set_to("seqlen_kv", None),
-        "interest-set-null": set_to("interest_set", None),
-        "flag-as-number": set_to("is_causal", 1),
-        "ratio": set_to("responsibility_ratio", 8.0),
-        "no-tasks": set_to("tasks", []),
-        "extra-field": set_to("comment", "mine"),
-        "group-cut": lambda plan: plan["token_groups"][0].__setitem__(1, 6),
-        "block-moved": lambda plan: plan["tasks"][3]["blocks"][0].__setitem__(0, 0),
-        "block-dropped": lambda plan: plan["tasks"][3]["blocks"].pop(),
-        "task-dropped": lambda plan: plan["tasks"].pop(),
-        "tasks-swapped": lambda plan: plan["tasks"].reverse(),
-        "held-groups": lambda plan: plan["tasks"][2]["held_groups"].pop(),
-        "live-pairs": lambda plan: plan["tasks"][2].__setitem__("live_pairs", 1),
-    }
+CHANGES = {
+    "seqlen_q": (62, -1, "61", 61.5),
+    "seqlen_kv": (62, None),
+    "num_tasks": (7,),
+    "is_causal": (False, 1),
+    "interest_set": ([0, 1, 3, 4], [0, 1], None),
+    "responsibility_ratio": (8.0,),
+    "tasks": ([],),
+    "comment": ("mine",),
+}
+CHANGES_WITHIN = {
+    "group-cut": lambda plan: plan["token_groups"][0].__setitem__(1, 6),
+    "block-moved": lambda plan: plan["tasks"][3]["blocks"][0].__setitem__(0, 0),
+    "block-dropped": lambda plan: plan["tasks"][3]["blocks"].pop(),
+    "task-dropped": lambda plan: plan["tasks"].pop(),
+    "tasks-swapped": lambda plan: plan["tasks"].reverse(),
+    "held-groups": lambda plan: plan["tasks"][2]["held_groups"].pop(),
+    "live-pairs": lambda plan: plan["tasks"][2].__setitem__("live_pairs", 1),
+}
 
 
-@pytest.mark.parametrize("change", changes().values(), ids=changes())
-def test_a_falsified_plan_is_refused(change):
-    written = json.loads(PLANS["even-causal"].to_json(list_tasks=True))
-    assert Plan.from_json(json.dumps(written)) == PLANS["even-causal"]
-    falsified = copy.deepcopy(written)
-    change(falsified)
-    assert json.dumps(falsified) != json.dumps(written)
-    with pytest.raises(ValueError, match=r"not a plan|must be|interest_set"):
-        Plan.from_json(json.dumps(falsified))
+def test_a_falsified_plan_is_refused():
+    text = PLANS["even-causal"].to_json(list_tasks=True)
+    written = json.loads(text)
+    falsified = [written | {name: value} for name, values in CHANGES.items() for value in values]
+    for change in CHANGES_WITHIN.values():
+        falsified.append(json.loads(text))
+        change(falsified[-1])
+    for each in falsified:
+        with pytest.raises(ValueError, match=r"not a plan|must be|interest_set"):
+            Plan.from_json(json.dumps(each))
 
 
 @pytest.mark.parametrize("list_tasks", [False, True])
-@pytest.mark.parametrize("name", sorted(NUMBERS | LISTED))
-def test_a_plan_without_one_of_its_fields_is_refused(name, list_tasks):
+def test_a_plan_without_one_of_its_fields_is_refused(list_tasks):
     written = json.loads(PLANS["full"].to_json(list_tasks=list_tasks))
-    if name in written:
-        del written[name]
+    for name in written:
+        fewer = {other: value for other, value in written.items() if other != name}
         with pytest.raises(ValueError, match="not a plan"):
-            Plan.from_json(json.dumps(written))
+            Plan.from_json(json.dumps(fewer))
 
 
 def written_for(num_tasks, **changes):
-    """JSON of a plan for so many workers, few bytes whatever their number."""
+    """JSON of a plan for so many tasks, few bytes whatever their number."""
     interest_set = list(load_interest_set(min(num_tasks, 2**18)))
-    plan = {
-        "version": 2,
-        "num_tasks": num_tasks,
-        "seqlen_q": 10,
-        "seqlen_kv": 10,
-        "is_causal": False,
-    }
-    return json.dumps({**plan, "interest_set": interest_set, **changes})
+    plan = {"version": 2, "num_tasks": num_tasks, "seqlen_q": 10, "seqlen_kv": 10}
+    return json.dumps({**plan, "is_causal": False, "interest_set": interest_set, **changes})
 
 
 def listed(num_tasks, tasks):
@@ -144,25 +115,20 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
     ("text", "message"),
     [
         (written_for(2**18 + 1), "num_tasks must be at most 262144, got 262145"),
-        (written_for(10**8), "num_tasks must be at most 262144, got 100000000"),
         (written_for(10**30, interest_set=[]), "num_tasks must be at most 262144, got 1000"),
-        (written_for(10**8, interest_set=[0]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
         (written_for(7, interest_set=[]), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
         (written_for(10**4, token_groups=[], tasks=[]), "num_tasks must be at most 4096"),
-        (written_for(7, seqlen_q=10**30), "seqlen_q must be at most"),
         (written_for(7, seqlen_q=10**4000), "seqlen_q must be at most .* got 13288 bits"),
         (written_for(7, tile=10**30), "tile must be at most"),
         (written_for(7, interest_set=[0, 10**30]), r"interest_set must lie in range\(7\)"),
         (written_for(7, interest_set=[0] * 5000), "interest_set must have at most 4096"),
-        (written_for(4096, **listed(4096, [])), "not a plan"),
         (written_for(4096, **listed(4096, [{}] * 4096)), "not a plan"),
         ("[" * 10**5, "not a plan"),
-        ('{"a":' * 10**5, "not a plan"),
         (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
     ],
-    ids=range(18),
+    ids=range(13),
 )
 def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
     start = time.process_time()
