@@ -891,7 +891,7 @@ FAULTS = (
         "worker/triton/hopper_rectangle.py",
         "if distance < HALF - 1:",
         "if distance < HALF - 2:",
-        "worker/test_hopper_rectangle.py::test_gradients_are_near_float64",
+        "worker/test_hopper_gradients.py::test_gradients_of_rectangles_are_near_float64",
         number=2,
         gpu=True,
     ),

@@ -5,9 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import cqs
 from cqs.patterns import (
     bigbird,
     block_diagonal,
@@ -30,8 +28,8 @@ from cqs.worker.triton.visits import (
 
 pytest.importorskip("triton")
 
-from cqs.worker.triton import TRITON, launch, rectangle_launch
-from tests.worker.test_hopper_rectangle import BF16, FP16, count_calls, make_tensors, plan_work
+from cqs.worker.triton import rectangle_launch
+from tests.worker.hopper import BF16, count_pairs, plan_work
 
 LENGTHS = pytest.mark.parametrize(
     "lengths", [(1000, 1000), (1024, 1024), (300, 1000), (1000, 300), (65, 65)], ids=str
@@ -67,17 +65,6 @@ def find_work(lengths, name, num_tasks=1):
     return plan_work(*lengths, num_tasks=num_tasks, pattern=patterns_of(*lengths)[name])
 
 
-def mask_of(work, lengths):
-    """Return how often each pair is live, int64 ``[queries, keys]``."""
-    found = np.zeros(lengths, np.int64)
-    for block_row in work.block_rows:
-        for view in block_row.views:
-            found[view.queries.start : view.queries.stop, view.keys.start : view.keys.stop] += (
-                view.to_mask()
-            )
-    return found
-
-
 @LENGTHS
 @NAMES
 @pytest.mark.parametrize("num_tasks", [1, 3])
@@ -101,7 +88,7 @@ def test_visits_have_every_live_pair_once(lengths, name, num_tasks):
             rows, columns = record[VISIT_BLOCK] * 64, tile * 128
             found[rows : rows + 64, columns : columns + 128] += live.T
     assert not found[: lengths[0], lengths[1] :].any()
-    assert (found[: lengths[0], : lengths[1]] == mask_of(work, lengths)).all()
+    assert (found[: lengths[0], : lengths[1]] == count_pairs(work, lengths)).all()
     assert num_unvisited == (turns == 0).sum()
     counts = count_visits(work, *lengths, 2**20)
     assert counts.num_visits >= len(visits)  # some masks may be empty
@@ -138,118 +125,3 @@ def test_large_patterns_without_gaps_use_visits(pattern, is_used):
     query = torch.empty(1, 16, 16_384, 128, device="meta", dtype=BF16)
     work = plan_work(16_384, 16_384, pattern=pattern)
     assert rectangle_launch.takes_visits(TaskOperands(query, query, query, work, 0.1)) is is_used
-
-
-# On a GPU
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Use the kernel for all patterns, and return the calls that it has had."""
-    made = count_calls(monkeypatch, "gradients_of_visits")
-    monkeypatch.setattr(launch, "takes_rectangle_kernel", lambda _: False)
-    monkeypatch.setattr(rectangle_launch, "rectangles_of", lambda _: None)
-    monkeypatch.setattr(rectangle_launch, "_MIN_VISITS", {64: 0, 128: 0})
-    monkeypatch.setattr(rectangle_launch, "_MOST_SPANNED", torch.inf)
-    return made
-
-
-def exact_gradients(query, key, value, grad_output, scale, mask):
-    """Return the gradients in float64; queries that see no key have gradient 0."""
-    leaves = [each.detach().double().requires_grad_() for each in (query, key, value)]
-    group = query.shape[1] // key.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in leaves[1:])
-    scores = leaves[0] @ keys.mT * scale
-    blind = ~mask.any(-1, keepdim=True)
-    weights = scores.masked_fill(~mask & ~blind, -torch.inf).softmax(-1) * ~blind
-    return torch.autograd.grad(weights @ values, leaves, grad_output.double())
-
-
-@pytest.mark.gpu
-@LENGTHS
-@NAMES
-@pytest.mark.parametrize(
-    ("num_tasks", "options", "dtype"),
-    [
-        (1, {"heads": 4}, BF16),
-        (3, {"heads": 4, "kv_heads": 1}, BF16),
-        (1, {"heads": 4, "kv_heads": 2, "dim": 64, "dtype": FP16}, FP16),
-        (1, {"heads": 20, "batch": 2, "is_transposed": True}, None),
-    ],
-    ids=str,
-)
-def test_gradients_are_near_float64(lengths, name, num_tasks, options, dtype, calls):
-    work = find_work(lengths, name, num_tasks)
-    *tensors, grad_output = make_tensors(queries=lengths[0], keys=lengths[1], **options)
-    operands = TaskOperands(*tensors, work, 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-    found = TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
-    mask = torch.from_numpy(mask_of(work, lengths) > 0).cuda()
-    expected = exact_gradients(*tensors, grad_output, 0.1, mask)
-    assert len(calls) == 1
-    for gradient, exact in zip(found, expected, strict=True):
-        assert gradient.dtype == (dtype or torch.float32)
-        assert (gradient.double() - exact).norm() <= 1e-2 * exact.norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "pattern", [sliding_window(700, 500), bigbird(block=128), documents([0, 999, 3000, 4096])]
-)
-def test_gradients_are_deterministic(pattern, calls, monkeypatch):
-    *tensors, grad_output = make_tensors(16, 4096)
-    operands = TaskOperands(*tensors, plan_work(4096, 4096, pattern=pattern), 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-
-    def compute() -> list[Tensor]:
-        return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
-
-    first = compute()
-    for number in range(50):
-        programs = (132, 131, 97, 64, 33)[number % 5]
-        monkeypatch.setattr(launch, "num_processors", lambda _, programs=programs: programs)
-        assert all(map(torch.equal, first, compute()))
-    assert len(calls) == 51
-
-
-@pytest.mark.gpu
-def test_a_masked_value_that_is_not_finite_reaches_no_query(calls):
-    *tensors, grad_output = make_tensors(4, 1000)
-    operands = TaskOperands(*tensors, plan_work(1000, 1000, pattern=sliding_window(99, 0)), 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-    operands.value[:, :, -1] = torch.nan
-    of_query, *_ = TRITON.differentiate(operands, grad_output, *answer, dtype=BF16)
-    assert calls
-    assert of_query[:, :, :-1].isfinite().all()
-    assert of_query[:, :, -1].isnan().all()
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_gives_bitwise_equal_gradients(calls):
-    *tensors, grad_output = make_tensors(4, 1000)
-    operands = TaskOperands(*tensors, plan_work(1000, 1000, pattern=sliding_window(99, 99)), 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-
-    def compute() -> list[Tensor]:
-        return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
-
-    expected = compute()
-    compute()  # by the prepared launch, which the capture takes too
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = compute()
-    for gradient in found:
-        gradient.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, expected, found))
-    assert len(calls) == 3
-
-
-@pytest.mark.gpu
-def test_attention_uses_the_kernel_for_a_window(calls):
-    *tensors, grad_output = make_tensors(4, 512)
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    answer = cqs.attention(*leaves, num_tasks=1, backend="triton", pattern=sliding_window(64, 64))
-    torch.autograd.grad(answer, leaves, grad_output)
-    assert calls

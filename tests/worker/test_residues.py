@@ -4,18 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cqs
 from cqs.patterns import causal, dilated, from_mask, sliding_window, strided
 from cqs.patterns.views import View
-from cqs.worker.operands import TaskOperands
 from cqs.worker.work import BlockRow, Work
 
 pytest.importorskip("triton")
 
-from cqs.worker.triton import TRITON, launch, rectangle_launch, residues
 from cqs.worker.triton.residues import find_residues
-from tests.worker.test_hopper_rectangle import BF16, FP16, count_calls, make_tensors, plan_work
-from tests.worker.test_hopper_visits import exact_gradients
+from tests.worker.hopper import plan_work
 
 DILATED = {
     "all": dilated(1200, 1200, 4),
@@ -104,73 +100,3 @@ def test_a_residue_of_one_row_unfolds_to_contiguous_memory():
     tensor = torch.randn(2, 3, 4, 8)
     unfolded = found.unfold(found.fold(tensor, 1), 1)
     assert torch.equal(unfolded, tensor) and unfolded.is_contiguous()
-
-
-# On a GPU
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Use the kernel for small tensors too, and return its calls: of rectangles and of visits."""
-    made = [count_calls(monkeypatch, f"gradients_of_{name}") for name in ("rectangles", "visits")]
-    for name in ("_MIN_PAIRS", "_MIN_PAIRS_OF_SEVERAL"):
-        monkeypatch.setattr(rectangle_launch, name, 0)
-    monkeypatch.setattr(rectangle_launch, "_MIN_VISITS", {64: 0, 128: 0})
-    monkeypatch.setattr(residues, "_LEAST_KEYS", 0)
-    monkeypatch.setattr(rectangle_launch, "_MOST_SPANNED", torch.inf)
-    return made
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(2400, 2400), (1200, 3600), (2412, 2412)], ids=str)
-@pytest.mark.parametrize("name", DILATED)
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"heads": 4}, BF16),
-        ({"heads": 4, "kv_heads": 1, "batch": 2}, BF16),
-        ({"heads": 4, "kv_heads": 2, "dim": 64, "dtype": FP16}, FP16),
-        ({"heads": 6, "kv_heads": 3, "batch": 2, "is_transposed": True}, None),
-    ],
-    ids=str,
-)
-def test_gradients_are_near_float64(name, lengths, options, dtype, calls):
-    pattern = DILATED[name]
-    *tensors, grad_output = make_tensors(queries=lengths[0], keys=lengths[1], **options)
-    operands = TaskOperands(*tensors, plan_work(*lengths, pattern=pattern), 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-    found = TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
-    expected = exact_gradients(*tensors, grad_output, 0.1, mask_of(pattern, lengths).cuda())
-    assert sum(map(len, calls)) == 1
-    for gradient, exact in zip(found, expected, strict=True):
-        assert gradient.dtype == (dtype or torch.float32)
-        assert gradient.shape == exact.shape
-        assert gradient.is_contiguous()
-        assert (gradient.double() - exact).norm() <= 1e-2 * exact.norm()
-
-
-@pytest.mark.gpu
-def test_gradients_are_deterministic(calls, monkeypatch):
-    *tensors, grad_output = make_tensors(16, 4096)
-    work = plan_work(4096, 4096, pattern=dilated(4096, 4096, 4))
-    operands = TaskOperands(*tensors, work, 0.1)
-    answer = TRITON.attend(operands, is_united=True)
-
-    def compute():
-        return list(TRITON.differentiate(operands, grad_output, *answer, dtype=BF16))
-
-    first = compute()
-    for programs in (132, 131, 97, 64, 33) * 4:
-        monkeypatch.setattr(launch, "num_processors", lambda _, programs=programs: programs)
-        assert all(map(torch.equal, first, compute()))
-    assert len(calls[0]) == 21
-
-
-@pytest.mark.gpu
-def test_attention_uses_the_kernel(calls):
-    *tensors, grad_output = make_tensors(4, 1024)
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    answer = cqs.attention(*leaves, backend="triton", pattern=dilated(1024, 1024, 4))
-    torch.autograd.grad(answer, leaves, grad_output)
-    assert calls[0]
-    assert not calls[1]
