@@ -24,8 +24,8 @@ def compiler():
     torch._dynamo.reset()
 
 
-def make(family, num_layers=1):
-    return with_attention(make_model(family, num_hidden_layers=num_layers), "cqs")
+def make(family):
+    return with_attention(make_model(family, num_hidden_layers=1), "cqs")
 
 
 def assert_alike(found, expected):
@@ -42,7 +42,7 @@ def assert_alike(found, expected):
     ],
 )
 def test_outputs_and_gradients_are_those_of_eager(family, kind):
-    model, batch = make(family, num_layers=2), BATCHES[kind]()
+    model, batch = make(family), BATCHES[kind]()
     expected = passes(model, **batch)
     model.compile(backend="aot_eager", fullgraph=True)
     assert_alike(passes(model, **batch), expected)

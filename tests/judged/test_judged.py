@@ -9,7 +9,7 @@ import torch
 
 from .framework import Case, Suite, assert_tracks, format_verdicts, judge
 
-SAMPLES = {"torch_opinfo": 9, "flex_masks": 20, "transformers_models": 20}
+SAMPLES = {"torch_opinfo": 30, "flex_masks": 20, "transformers_models": 20}
 """Module of a suite -> one in so many of its cases is run here."""
 
 
