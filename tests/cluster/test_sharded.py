@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import random
-import re
 import signal
 import sys
 import threading
@@ -14,16 +13,14 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 import torch.distributed as dist
-from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import Case
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import ChunkTask, RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.verify import VerificationError
-from cqs.patterns import global_tokens, sliding_window
 
 pytestmark = pytest.mark.ray
 
@@ -44,11 +41,6 @@ def pickle_by_value(ray_session):
 def pair(ray_session):
     with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=5, max_attempts=2) as cluster:
         yield cluster
-
-
-@pytest.fixture(params=[2, 4])
-def some(request, cluster):
-    return cluster if request.param == 4 else request.getfixturevalue("pair")
 
 
 def tensors(problem):
@@ -80,49 +72,6 @@ def count_shards(*_):
 def shards_on(cluster):
     counted = cluster.make_sharded(count_shards)
     return counted.to_local(dim=0).tolist()
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_exact(some, case):
-    problem = case.make(torch.float64)
-    sharded = some.shard(*tensors(problem))
-    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
-    output, lse = some.attention(sharded, **options).to_local()
-    exact = exact_answer(problem)
-    torch.testing.assert_close(output, exact.output, atol=1e-10, rtol=0)
-    torch.testing.assert_close(lse, exact.lse, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_dtype_tracks_exact(cluster, dtype):
-    problem = CASES[5].make(dtype)
-    options = {"is_causal": problem.is_causal}
-    output = cluster.attention(cluster.shard(*tensors(problem)), **options).to_local()
-    assert output.dtype == dtype
-    assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output, slack=4)
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("head_parallel", ["auto", 1, 2, 4])
-def test_patterns_and_dropout_are_those_of_one_process(cluster, head_parallel):
-    pattern = sliding_window(30, 0) | global_tokens(4)
-    options = {"pattern": pattern, "dropout_p": 0.3, "seed": 5}
-    sharded = cluster.make_sharded(make)
-    output = cluster.attention(sharded, head_parallel=head_parallel, **options).to_local()
-    expected = cqs.attention(*whole(), backend="reference", **options)
-    torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
-
-
-def test_a_limit_of_memory_changes_no_result(cluster):
-    sharded = cluster.make_sharded(make)
-    expected = cluster.attention(sharded, is_causal=True).to_local()
-    with pytest.raises(ValueError, match="max_bytes must be at least") as error:
-        cluster.attention(sharded, is_causal=True, max_bytes=1)
-    least = int(re.search(r"at least (\d+)", str(error.value))[1])
-    for limit in (least, 2 * least):
-        output = cluster.attention(sharded, is_causal=True, max_bytes=limit).to_local()
-        torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
 
 
 def test_verification_catches_a_wrong_rank(cluster):
