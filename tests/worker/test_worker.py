@@ -2,12 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.exact import exact_answer
 
 from benchmarks.cases import CASES, Case
 from benchmarks.memory import measure_task
 from cqs.partial import Partial
-from cqs.problem import Problem
 from cqs.problem.dropout import Dropout
 from cqs.scheduler import predict_cost
 from cqs.tiler import Tiler
@@ -198,25 +196,6 @@ def test_predicted_peak_bounds_what_is_held_except_the_scratch_of_the_kernel(is_
     assert measured - scratch <= predicted <= 1.5 * measured
 
 
-@SOME_CASES
-def test_inputs_are_never_written_to(case):
-    for backend in ("cpu", "reference"):
-        problem = case.make()
-        before = [t.clone() for t in (problem.query, problem.key, problem.value)]
-        for task in problem.make_plan(4).tasks:
-            Worker.of(problem, backend).run_steps(task.steps, *hold_everything(problem))
-        after = problem.query, problem.key, problem.value
-        assert all(map(torch.equal, after, before))
-
-
-def test_a_task_without_steps_returns_nothing():
-    problem = BY_NAME["two-tokens"].make()
-    idle = [task for task in problem.make_plan(7).tasks if not task.steps]
-    assert idle
-    nothing = [HeldTokens([])] * 3
-    assert all(Worker(1.0).run_steps(task.steps, *nothing) == [] for task in idle)
-
-
 @pytest.mark.parametrize(("num_tasks", "is_one_call"), [(1, True), (3, False)])
 def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_call):
     problem = Case("square", 96, 96, 4, 2, 16).make(torch.bfloat16)
@@ -243,12 +222,6 @@ def test_a_missing_token_is_named():
     for held in ((HeldTokens([]), key, value), (query, HeldTokens([]), value)):
         with pytest.raises(KeyError, match="tokens are held"):
             Worker(1.0).run_steps(task.steps, *held)
-
-
-def test_the_definition_of_a_step_agrees_with_the_whole_where_one_task_does_all():
-    problem: Problem = BY_NAME["ragged-causal"].make(torch.float64)
-    (step,) = problem.make_plan(1).task(0).steps
-    torch.testing.assert_close(exact_step(problem, step), exact_answer(problem))
 
 
 @pytest.mark.parametrize("dropout", [None, Dropout(0.1, 1)], ids=["", "dropout"])
