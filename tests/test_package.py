@@ -12,7 +12,7 @@ import pytest
 
 import cqs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # `make check-dist` looks at them too
 
 ROOT = Path(__file__).parent.parent
 
