@@ -58,6 +58,15 @@ def pytest_collection_modifyitems(items):
             sampled.add(test)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Replace what is no text in captured output: processes of pytest-xdist pass text alone."""
+    report = yield
+    sections = [(name, text.encode(errors="replace")) for name, text in report.sections]
+    report.sections = [(name, text.decode()) for name, text in sections]
+    return report
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
