@@ -144,6 +144,15 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, leaves)
 
 
+def test_two_runs_are_bitwise_identical():
+    problem = BY_NAME["gqa-causal"].make()
+    for backend in ("cpu", "triton"):
+        first, second = (
+            differentiate(problem, torch.float32, split(7, backend=backend)) for _ in range(2)
+        )
+        assert torch.equal(first[0], second[0]) and all(map(torch.equal, first[1], second[1]))
+
+
 def test_gradients_of_all_tasks_together_are_those_of_one_task():
     problem, executor = BY_NAME["gqa-causal"].make(), LocalExecutor()
     one, seven = (Planned(problem, problem.make_plan(number), "triton") for number in (1, 7))
