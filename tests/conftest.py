@@ -13,10 +13,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 os.environ["MPLBACKEND"] = "agg"
 
-from support.exact import assert_tracks_exact, eager_output, exact_answer
+from support.exact import assert_lse_tracks_exact, assert_tracks_exact, eager_output, exact_answer
 
 import cqs
-from benchmarks.cases import visible_mask
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
 
@@ -82,31 +81,6 @@ def closed_figures():
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
-
-
-def eager_lse(problem: Problem) -> torch.Tensor:
-    """The lse of plain PyTorch: scores in the accumulation dtype, then logsumexp."""
-    dtype = lse_dtype(problem.query.dtype)
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    key = problem.key.to(dtype).repeat_interleave(group_size, 1)
-    scores = problem.scale * problem.query.to(dtype) @ key.mT
-    if (mask := visible_mask(problem)) is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.logsumexp(dim=-1)
-
-
-def assert_lse_tracks_exact(problem: Problem, lse: torch.Tensor, exact: torch.Tensor) -> None:
-    """Like the rule for outputs; the CPU kernel for half precision has faster exponentials."""
-    blind = exact == -torch.inf
-    assert (lse[blind] == -torch.inf).all()
-    eager = eager_lse(problem).double()
-    lse, eager, exact = (each.double().masked_fill(blind, 0) for each in (lse, eager, exact))
-    budget = 4 * (eager - exact).abs().max()
-    budget += 4 * torch.finfo(lse_dtype(problem.query.dtype)).eps * exact.abs().max()
-    if problem.query.element_size() == 2:
-        budget += 2**-12
-    error = (lse - exact).abs().max()
-    assert error <= budget, f"lse: error {error:.3e} exceeds budget {budget:.3e}"
 
 
 @pytest.fixture(scope="session")

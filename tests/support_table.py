@@ -1,6 +1,7 @@
 """Which backend computes what of which pattern: the tables of docs/pattern-support.md.
 
-``python tests/support_table.py`` runs every case and writes the tables anew.
+``python tests/support_table.py`` runs every case and writes the tables anew; without a GPU it needs
+``TRITON_INTERPRET=1``.
 """
 
 import re
@@ -10,9 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from conftest import assert_lse_tracks_exact  # and Triton's interpreter where there is no GPU
 from sparse_cases import assert_gradients_right, random_bits
-from support.exact import assert_tracks_exact, attend, eager_output, exact_answer
+from support.exact import (
+    assert_lse_tracks_exact,
+    assert_tracks_exact,
+    attend,
+    eager_output,
+    exact_answer,
+)
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.cases import Case

@@ -116,7 +116,7 @@ def test_graphs_run_in_inference_mode_and_outside(name):
             torch.testing.assert_close(compiled(*tensors), cqs.attention(*tensors, **options))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["window", "causal"])
 def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):

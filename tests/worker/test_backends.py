@@ -219,11 +219,11 @@ def test_flash_is_the_best_for_work_that_is_one_call(hopper):
 
 def test_the_reference_computes_a_call_of_too_few_keys(monkeypatch):
     """As cuDNN declines a single key: other calls of the task are not affected."""
-    cpu = type(BACKENDS["cpu"])
-    attend, sizes = cpu.attend, []
-    monkeypatch.setattr(cpu, "least_keys", 2)
+    cpu, sizes = BACKENDS["cpu"], []
+    attend = cpu.attend
+    monkeypatch.setattr(type(cpu), "least_keys", 2)
     monkeypatch.setattr(
-        cpu, "attend", lambda *args: sizes.append(args[1].key.shape[2]) or attend(*args)
+        cpu, "attend", lambda each, *rest: sizes.append(each.key.shape[2]) or attend(each, *rest)
     )
     problem = CASES[0].make()
     step = Step(0, range(0, 2), (range(5, 6),), range(0, 2), 5)
