@@ -2,11 +2,18 @@
 
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
-from limited import bytes_within, errors_and_bytes, smallest_limits, within_free_memory
-from programs import deviating_calls, even_cuts, largest_error, raised
+from limited import (
+    bytes_within,
+    errors_and_bytes,
+    measure_passes,
+    smallest_limits,
+    within_free_memory,
+)
+from programs import ShardedProblem, deviating_calls, even_cuts, largest_error, raised
 from random_problems import random_problems
 
 from benchmarks.cases import Case
@@ -46,6 +53,23 @@ def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, bat
 
 
 EVEN = even_cuts(112, 7)
+
+
+def bytes_without_gradients(group, case, options):
+    """Return the bytes that a call holds without a backward pass."""
+    problem = ShardedProblem(group, case, EVEN)
+    with torch.no_grad():
+        _, passes = measure_passes(partial(problem.attend, **options))
+    return max(each.measured for each in passes)
+
+
+def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
+    """Without gradients, where the bound of a call without batches is closest to its bytes."""
+    case = Case("below", 112, 112, 4, 4)
+    options = {"plan": "rows", "head_parallel": 1, "num_chunks": 1}
+    held = max(ranks.run(7, bytes_without_gradients, case, options))
+    options["max_bytes"] = held - 1
+    assert max(ranks.run(7, bytes_without_gradients, case, options)) < held
 
 
 @pytest.mark.parametrize(
