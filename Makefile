@@ -45,7 +45,7 @@ test-all: $(INSTALLED)
 	$(TESTS)
 	$(MAKE) judge mutants
 
-# One-line faults of the package, each of which a named test must notice: half an hour on 2 cores.
+# One-line faults of the package, each of which a named test must notice: ten minutes on 2 cores.
 mutants: $(INSTALLED)
 	$(VENV)/python -m tests.mutants --jobs 2 $(WORDS)
 

@@ -142,7 +142,7 @@ def ray_session():
 
 @pytest.fixture(scope="session")
 def cluster(ray_session):
-    with cqs.Cluster(num_workers=4, use_gpus=False, stall_timeout=12) as cluster:
+    with cqs.Cluster(num_workers=4, use_gpus=False, stall_timeout=60) as cluster:
         yield cluster
 
 

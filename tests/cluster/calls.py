@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ def both_passes(cluster, tensors, **options):
 
 def are_equal(one, other):
     return all(map(torch.equal, one, other))
+
+
+def notice_stalls_after(seconds, cluster, monkeypatch):
+    """Replace workers of a shared cluster sooner than others, which compile on busy machines."""
+    policy = replace(cluster._pool.retry_policy, stall_timeout=seconds)
+    monkeypatch.setattr(cluster._pool, "retry_policy", policy)
 
 
 def wait_for_workers(cluster, number):

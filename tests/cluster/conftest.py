@@ -22,5 +22,5 @@ def single(ray_session):
 @pytest.fixture(scope="session")
 def pair(ray_session):
     """Two workers that tests kill or stop."""
-    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=5, max_attempts=2) as cluster:
+    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=60, max_attempts=2) as cluster:
         yield cluster

@@ -13,6 +13,7 @@ from calls import (
     at_second_result,
     both_passes,
     cluster_of,
+    notice_stalls_after,
     tensors_of,
     wait_for_workers,
 )
@@ -119,7 +120,8 @@ def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
     assert struck and torch.equal(output, undisturbed)
 
 
-def test_a_hung_worker_is_killed_and_replaced(pair, tensors, undisturbed):
+def test_a_hung_worker_is_killed_and_replaced(pair, tensors, undisturbed, monkeypatch):
+    notice_stalls_after(5, pair, monkeypatch)
     future, (victim,) = signal_at_second_result(pair, tensors, {0: signal.SIGSTOP})
     assert torch.equal(future.result(timeout=120), undisturbed)
     (failure,) = future.report.failures

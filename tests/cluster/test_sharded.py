@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 import torch.distributed as dist
+from calls import notice_stalls_after
 
 import cqs
 from benchmarks.cases import Case
@@ -35,12 +36,6 @@ def pickle_by_value(ray_session):
     ray_session.cloudpickle.register_pickle_by_value(this)
     yield
     ray_session.cloudpickle.unregister_pickle_by_value(this)
-
-
-@pytest.fixture(scope="module")
-def pair(ray_session):
-    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=5, max_attempts=2) as cluster:
-        yield cluster
 
 
 def tensors(problem):
@@ -404,8 +399,9 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
     assert before - set(cluster.pids) and len(os.listdir(tmp_path)) == number
 
 
-def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
+def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed, monkeypatch):
     """It hangs while the others wait for it in the exchange."""
+    notice_stalls_after(6, cluster, monkeypatch)
     sharded = cluster.shard(*tensors(problem))
     victim, start = cluster.pids[2], time.monotonic()
     os.kill(victim, signal.SIGSTOP)
@@ -419,17 +415,17 @@ def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed):
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("is_settled", [False, True])
-def test_a_worker_that_stalls_alone_is_replaced(ray_session, is_settled):
+def test_a_worker_that_stalls_alone_is_replaced(pair, is_settled, monkeypatch):
     """In calls in which no other waits for it, or only to be told that all are done."""
-    with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:
-        ones = cluster.make_sharded(lambda *_: torch.ones(1))
-        ones = ones.map(lambda rows: rows, is_collective=True)
-        if is_settled:
-            ones.wait()
-        victim, other = cluster.pids
-        os.kill(victim, signal.SIGSTOP)
-        assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
-        assert other in cluster.pids and victim not in cluster.pids
+    notice_stalls_after(5, pair, monkeypatch)
+    ones = pair.make_sharded(lambda *_: torch.ones(1))
+    ones = ones.map(lambda rows: rows, is_collective=True)
+    if is_settled:
+        ones.wait()
+    victim, other = pair.pids
+    os.kill(victim, signal.SIGSTOP)
+    assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
+    assert other in pair.pids and victim not in pair.pids
 
 
 def test_workers_meet_after_some_have_failed_to(problem):

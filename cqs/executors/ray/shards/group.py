@@ -46,7 +46,7 @@ class WorkerGroup:
             dispatcher: Thread that talks to the actors.
         """
         self._dispatcher, self._pool = dispatcher, dispatcher.pool
-        self._ray, self._retry_policy = self._pool.ray, self._pool.retry_policy
+        self._ray = self._pool.ray
         self._members = self._pool.actors
         """The actor of each rank."""
         self._numbers = itertools.count()
@@ -143,7 +143,7 @@ class WorkerGroup:
                         )
                     return use()
                 except _BrokenError as error:
-                    name, most = current.producer.name, self._retry_policy.max_attempts
+                    name, most = current.producer.name, self._pool.retry_policy.max_attempts
                     attempts[current] += 1
                     if attempts[current] == most:
                         message = f"{name} failed {most} times; the last failure: {error}"
@@ -235,8 +235,8 @@ class WorkerGroup:
         """Initialise a process group of all ranks, under a new generation number."""
         self._generation += 1
         self._call("describe")  # waits for tasks of a cancelled run
-        timeout = self._retry_policy.start_timeout
-        call_timeout = 2 * self._retry_policy.stall_timeout
+        timeout = self._pool.retry_policy.start_timeout
+        call_timeout = 2 * self._pool.retry_policy.stall_timeout
         address = self._call("bind", lambda rank: (timeout,), [0])[0]
         group = address, (timeout, call_timeout), self._links
 
@@ -253,7 +253,7 @@ class WorkerGroup:
                 ``max_attempts`` replacements failed.
         """
         failure: Exception | None = None
-        for _ in range(self._retry_policy.max_attempts):
+        for _ in range(self._pool.retry_policy.max_attempts):
             if all(actor.info for actor in self._members) or isinstance(failure, TimeoutError):
                 break
             self._is_formed = False
@@ -261,7 +261,7 @@ class WorkerGroup:
         if vacant := [rank for rank, actor in enumerate(self._members) if actor.info is None]:
             raise WorkersFailedError(
                 f"rank {', '.join(map(str, vacant))} failed, and no replacement started within "
-                f"start_timeout={self._retry_policy.start_timeout:g} s: {failure}"
+                f"start_timeout={self._pool.retry_policy.start_timeout:g} s: {failure}"
             ) from failure
         if self._unsettled is not None and not self._is_formed:
             self._free([self._unsettled])
@@ -297,7 +297,7 @@ class WorkerGroup:
             Exception: The method raised on a rank. Failures of actors have precedence over errors
                 of a collective call, which may be consequences.
         """
-        timeout = timeout or self._retry_policy.stall_timeout
+        timeout = timeout or self._pool.retry_policy.stall_timeout
         answers: list[Answer] = []
         with Calls(self._pool, self._cancelled) as calls:
             for rank in range(self.num_ranks) if ranks is None else ranks:
@@ -315,7 +315,7 @@ class WorkerGroup:
             except CancelledError:
                 self._is_formed = False
                 if not self._pool.closing.is_set():
-                    self._abort(calls, time.monotonic() + self._retry_policy.stall_timeout)
+                    self._abort(calls, time.monotonic() + self._pool.retry_policy.stall_timeout)
                 raise
             if is_collective and (calls or any(a.failure or a.error for a in answers)):
                 self._abort(calls, calls.start + timeout if method == "compute" else 0.0)
