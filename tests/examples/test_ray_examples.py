@@ -24,6 +24,7 @@ def run_example(ray_session, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_killed_worker_does_not_change_the_final_loss(run_example, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
@@ -38,6 +39,7 @@ def test_too_few_steps_to_kill_a_worker_are_rejected(run_example):
         run_example("ray_train.py", "--num-steps", 4)
 
 
+@pytest.mark.long
 def test_documents_are_embedded_by_a_cluster_that_frees_its_workers(run_example, ray_session):
     before = ray_session.available_resources()["GPU"]
     printed = run_example(
