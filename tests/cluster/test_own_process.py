@@ -543,6 +543,7 @@ def answers(port, process):
     return False
 
 
+@pytest.mark.long
 def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_client_address):
     script = f"""
         import os, signal, torch, cqs
@@ -599,6 +600,7 @@ def test_ray_client_without_grpcio_is_named(tmp_path):
     assert "named" in run_python(script, tmp_path)
 
 
+@pytest.mark.long
 def test_a_killed_node_does_not_change_a_bit(tmp_path):
     script = """
         import os, torch, cqs, ray
@@ -639,6 +641,7 @@ def test_a_killed_node_does_not_change_a_bit(tmp_path):
     assert "bitwise identical" in run_python(script, tmp_path, **environment)
 
 
+@pytest.mark.long
 def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
     script = """
         import os, pathlib, time
