@@ -14,12 +14,10 @@ from calls import (
     both_passes,
     cluster_of,
     notice_stalls_after,
-    tensors_of,
     wait_for_workers,
 )
 
 import cqs
-from benchmarks.cases import Case
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.pool import Calls
@@ -27,13 +25,6 @@ from cqs.executors.ray.tasks.job import ATTEND, Job
 from cqs.executors.ray.tasks.run import Run
 
 pytestmark = pytest.mark.ray
-
-PROBLEM = Case("failures", 3000, 3000, num_heads=8, num_kv_heads=4, head_dim=64, is_causal=True)
-
-
-@pytest.fixture(scope="module")
-def tensors():
-    return tensors_of(PROBLEM.make())
 
 
 @pytest.fixture(scope="module")
