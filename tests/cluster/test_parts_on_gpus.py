@@ -15,7 +15,7 @@ from cqs.executors.ray.actor import TaskActor
 pytestmark = pytest.mark.ray
 
 
-def like_gpus(folder, monkeypatch, *, num_workers=3, readable=True, is_short=False, kills=False):
+def like_gpus(folder, monkeypatch, *, num_workers=2, readable=True, is_short=False, kills=False):
     """A cluster whose actors leave parts in files, which are lost if their actor has failed.
 
     Args:

@@ -439,7 +439,7 @@ def test_workers_meet_after_some_have_failed_to(problem):
 
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("ends", ["raises", "exits"])
-def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_path):
+def test_workers_at_work_outlive_the_failure_of_another(cluster, ends, tmp_path):
     """They are waited for longer than those that do not answer, and no error is lost meanwhile."""
 
     def fail_once(rows):
@@ -451,14 +451,13 @@ def test_workers_at_work_outlive_the_failure_of_another(ray_session, ends, tmp_p
         time.sleep(8 if is_first else 0)
         return rows + 1
 
-    with cqs.Cluster(num_workers=3, use_gpus=False) as cluster:
-        zeros, before = cluster.make_sharded(lambda *_: torch.zeros(1)), cluster.pids
-        if ends == "raises":
-            with pytest.raises(KeyError, match="no such layer") as raised:
-                zeros.map(fail_once, is_collective=True)
-            assert raised.value.__notes__ == ["raised on rank 0 of 3"]
-        assert zeros.map(fail_once, is_collective=True).to_local(dim=0).tolist() == [1, 1, 1]
-        assert len(set(before) - set(cluster.pids)) == (ends == "exits")
+    zeros, before = cluster.make_sharded(lambda *_: torch.zeros(1)), cluster.pids
+    if ends == "raises":
+        with pytest.raises(KeyError, match="no such layer") as raised:
+            zeros.map(fail_once, is_collective=True)
+        assert raised.value.__notes__ == ["raised on rank 0 of 4"]
+    assert zeros.map(fail_once, is_collective=True).to_local(dim=0).tolist() == [1] * 4
+    assert len(set(before) - set(cluster.pids)) == (ends == "exits")
 
 
 def test_workers_in_a_rendezvous_outlive_one_that_fails(ray_session, problem, tmp_path):
