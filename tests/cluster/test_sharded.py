@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 import torch.distributed as dist
-from calls import notice_stalls_after
+from calls import cluster_of, notice_stalls_after
 
 import cqs
 from benchmarks.cases import Case
@@ -468,10 +468,7 @@ def test_workers_in_a_rendezvous_outlive_one_that_fails(ray_session, problem, tm
                 os._exit(1)
             super().join(generation, place, *arguments)
 
-    class MortalCluster(cqs.Cluster):
-        actor_class = Mortal
-
-    with MortalCluster(num_workers=3, use_gpus=False) as cluster:
+    with cluster_of(Mortal, num_workers=3) as cluster:
         sharded, before = cluster.shard(*tensors(problem)), cluster.pids
         output = cluster.attention(sharded, is_causal=True).to_local()
         assert len(set(before) - set(cluster.pids)) == 1
@@ -503,13 +500,10 @@ def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(ray_session, problem, 
             self._made = StuckEvent(self)
             return ((1,),)
 
-    class LazyCluster(cqs.Cluster):
-        actor_class = Lazy
-
     def make_part(rank, num_ranks):
         return [tensor.tensor_split(num_ranks, 2)[rank] for tensor in tensors(problem)]
 
-    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=120) as cluster:
+    with cluster_of(Lazy, num_workers=2, stall_timeout=120) as cluster:
         before, start = cluster.pids, time.monotonic()
         made = cluster.make_sharded(make_part).map(lambda *parts: parts, is_collective=True)
         found = cluster.attention(made, is_causal=True).to_local()
@@ -531,10 +525,7 @@ def test_other_work_waits_for_no_gpu_that_waits_for_a_failed_rank(ray_session, p
         def _synchronize(self):
             self.settle()
 
-    class LazyCluster(cqs.Cluster):
-        actor_class = Lazy
-
-    with LazyCluster(num_workers=2, use_gpus=False, stall_timeout=120) as cluster:
+    with cluster_of(Lazy, num_workers=2, stall_timeout=120) as cluster:
         sharded, before = cluster.shard(*tensors(problem)), cluster.pids
         cluster.attention(sharded, is_causal=True)
         start = time.monotonic()
