@@ -1,0 +1,99 @@
+"""Run what ``make test`` leaves out and commits have touched: ``python -m tests.support.touched``.
+
+Those since the last run of ``make test-all`` without a failure, whose commit ``complete-run.txt``
+names. A test is touched if its file has changed, or one that it imports.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+from tests.judged import SUITES
+
+ROOT = Path(__file__).parents[2]
+LAST = ROOT / "tests" / "complete-run.txt"
+FOLDERS = ".", "tests", "tests/distributed", "tests/nn"
+"""Where Python looks for modules, besides the folder of a test."""
+READ = {
+    "docs": "tests/test_documents.py",
+    "examples": "tests/examples/test_ray_examples.py",
+    "notebooks": "tests/test_notebooks.py",
+}
+"""Tests of what is read and not imported, by its folder."""
+
+
+def git(*arguments: str) -> list[str]:
+    """Return the lines that a command of git prints."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def imported_names(file: PurePath) -> Iterator[str]:
+    """Yield the names that a file imports, anywhere in it, and their packages below the first."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(file.parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, [package, node.module]))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_test(file: str) -> bool:
+    """Whether pytest finds tests in a file."""
+    return PurePath(file).name.startswith("test_")
+
+
+def imports(files: list[str]) -> dict[str, set[str]]:
+    """Return the files of the repository that each of its Python files imports."""
+    known, found = set(files), {}
+    for file in files:
+        folders = [*FOLDERS, str(PurePath(file).parent)]
+        found[file] = {
+            candidate
+            for name in imported_names(PurePath(file))
+            for folder in folders
+            for end in (".py", "/__init__.py")
+            if (candidate := str(PurePath(folder, name.replace(".", "/") + end))) in known
+        }
+        if is_test(file):
+            conftests = {str(parent / "conftest.py") for parent in PurePath(file).parents}
+            found[file] |= conftests & known
+    return found
+
+
+def touched(changed: set[str], graph: dict[str, set[str]]) -> set[str]:
+    """Return the files that have changed, and those that import them."""
+    found, size = set(changed), 0
+    while size < len(found):
+        size = len(found)
+        found |= {file for file, names in graph.items() if names & found}
+    return found
+
+
+def main() -> int:
+    """Return 1 if a test, a published suite or a fault fails."""
+    changed = set(git("diff", "--name-only", LAST.read_text().strip(), "HEAD"))
+    found = touched(changed, imports(git("ls-files", "*.py")))
+    found |= {READ[top] for file in changed if (top := file.partition("/")[0]) in READ}
+    tests = sorted(filter(is_test, found))
+    suites = [name for name in SUITES if f"tests/judged/{name}.py" in found]
+    faulty = sorted(file.removeprefix("cqs/") for file in changed if file.startswith("cqs/"))
+    parts = [
+        ["pytest", "-m", "long", "--numprocesses", "2", "--dist", "loadgroup", *tests],
+        ["tests.judged", *suites],
+        ["tests.mutants", "--jobs", "2", *faulty],
+    ]
+    statuses = [
+        subprocess.run([sys.executable, "-m", *part], cwd=ROOT).returncode
+        for part, chosen in zip(parts, (tests, suites, faulty), strict=True)
+        if chosen
+    ]
+    return int(any(statuses))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
