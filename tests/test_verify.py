@@ -1,4 +1,3 @@
-import re
 from dataclasses import replace
 
 import pytest
@@ -28,10 +27,6 @@ def right_answer(problem):
     return Partial(exact.output.to(problem.query.dtype), exact.lse.to(lse_dtype))
 
 
-def last_visible_row(problem):
-    return problem.query.shape[2] - 1
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @EVERY_CASE
@@ -41,20 +36,19 @@ def test_right_answers_pass(case, num_tasks, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY_CASE
-def test_rounded_exact_answers_pass(case, dtype):
-    problem = case.make(dtype)
-    verify_rows(problem, right_answer(problem))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@EVERY_CASE
-def test_one_wrong_output_is_found_and_named(case, dtype):
+def test_one_wrong_number_is_found_and_named(case, dtype):
     problem = case.make(dtype)
     answer = right_answer(problem)
-    row = last_visible_row(problem)
-    answer.output[0, 1, row, 2] += 1
-    message = rf"output of batch 0, head 1, row {row} deviates by (1|0\.99|1\.0).*\(.+\)"
-    with pytest.raises(VerificationError, match=message):
+    verify_rows(problem, answer)
+    row = problem.query.shape[2] - 1  # which sees keys in every case
+    spoiled = Partial(answer.output.clone(), answer.lse)
+    spoiled.output[0, 1, row, 2] += 1
+    message = rf"output of batch 0, head 1, row {row} deviates by (1|0\.99).*, more than .* \(.+\)"
+    with pytest.raises(ArithmeticError, match=message):
+        verify_rows(problem, spoiled)
+    relative = 1e-3 if dtype.itemsize > 2 else 1e-2
+    answer.lse[0, 2, row] += relative * (1 + answer.lse[0, 2, row].abs())
+    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} deviates by"):
         verify_rows(problem, answer)
 
 
@@ -67,16 +61,6 @@ def test_the_first_row_is_always_among_the_sampled():
             VerificationError, match=f"{part} of batch 1, head 3, row 0 deviates by"
         ):
             verify_rows(problem, answer, num_rows=1, seed=5)
-
-
-@EVERY_CASE
-def test_a_wrong_lse_is_found(case):
-    problem = case.make()
-    answer = right_answer(problem)
-    row = last_visible_row(problem)
-    answer.lse[0, 2, row] += 1e-3 * (1 + answer.lse[0, 2, row].abs())
-    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} deviates by"):
-        verify_rows(problem, answer)
 
 
 @pytest.mark.parametrize("part", ["output", "lse"])
@@ -96,16 +80,6 @@ def test_the_lse_of_a_row_without_keys_must_be_minus_infinity(wrong):
     answer.lse[0, 0, 0] = wrong
     with pytest.raises(VerificationError, match="lse of batch 0, head 0, row 0"):
         verify_rows(problem, answer)
-
-
-@EVERY_CASE
-def test_the_answer_to_another_scale_is_found(case):
-    problem = case.make()
-    other = exact_answer(replace(problem, scale=problem.scale * 1.01))
-    if torch.allclose(other.lse, exact_answer(problem).lse, rtol=0, atol=1e-5):
-        pytest.skip("this case does not depend on the scale")
-    with pytest.raises(VerificationError):
-        verify_rows(problem, Partial(other.output.float(), other.lse.float()))
 
 
 @pytest.mark.parametrize("rows", [[0], [17], [0, 17, 130]], ids=str)
@@ -196,32 +170,14 @@ WRONG_BACKENDS = {
 }
 
 
-def replace_attend_call(monkeypatch, replacement):
-    """In tasks, and in the single call of a local run."""
-    for module in (worker_module, local):
-        monkeypatch.setattr(module, "attend_call", replacement)
-
-
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
 def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
-    replace_attend_call(monkeypatch, lambda backend, call: spoil(attend_call(backend, call)))
+    for module in (worker_module, local):  # in tasks, and in the single call of a local run
+        monkeypatch.setattr(module, "attend_call", lambda *given: spoil(attend_call(*given)))
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
-
-
-def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
-    problem = BY_NAME["full"].make()
-    answer = right_answer(problem)
-    answer.output[0, 0, 0, 0] += 0.5
-    with pytest.raises(ArithmeticError) as raised:
-        verify_rows(problem, answer)
-    error, bound = re.fullmatch(
-        r"output of batch 0, head 0, row 0 deviates by (\S+), more than .* \((\S+)\)",
-        str(raised.value),
-    ).groups()
-    assert float(error) == pytest.approx(0.5, abs=1e-3) and 0 < float(bound) < 1e-3
 
 
 def test_what_is_hidden_and_not_finite_is_mentioned():
@@ -239,7 +195,7 @@ def test_what_is_hidden_and_not_finite_is_mentioned():
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_right_answers_to_structured_problems_pass(first):
     for seed in range(first, first + 20):
-        described, tensors, options = draw(seed, longest=3000)
+        described, tensors, options = draw(seed)
         try:
             compute(tensors, options)
         except VerificationError as error:
@@ -304,7 +260,7 @@ def bounds(monkeypatch):
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_fault_of_ten_times_the_bound_is_missed(first, bounds):
     for seed in range(first, first + 20):
-        described, tensors, options = draw(seed, longest=3000)
+        described, tensors, options = draw(seed)
         if "dropout_p" in options:
             continue  # the problem would have to be told what to drop
         query, key, value = tensors
