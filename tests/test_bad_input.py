@@ -165,6 +165,13 @@ BAD = [
     (attend(out=None), TypeError, r"out: call cqs\.streaming\.attention"),
     (attend(resume=None), TypeError, r"resume: call cqs\.streaming\.attention"),
     (attend(qeury=tensor()), TypeError, "unexpected keyword argument 'qeury'"),
+    # Dropout.
+    (attend(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=0.5, seed=-1), ValueError, "seed must be at least 0"),
+    (attend(dropout_p=0.5, seed=1.5), TypeError, "seed must be an integer"),
+    (attend(dropout_p=0.1, backend="cpu"), NotImplementedError, "'cpu'.*dropout"),
     # Plans.
     (plan(-1), ValueError, "seqlen_q must be at least 0, got -1"),
     (plan(5, -2), ValueError, "seqlen_kv must be at least 0, got -2"),
