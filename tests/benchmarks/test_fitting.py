@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from benchmarks import fitting
 from benchmarks.fitting import MeasuredTime, fit, read_rows
+from benchmarks.result_tables import RESULTS
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Machine
@@ -32,19 +34,10 @@ def test_a_fit_finds_the_machine_that_rows_are_of():
 def measured(tmp_path):
     """Rows as ``python -m benchmarks peers`` writes them, of two devices."""
     times = {"one": 234.571, "cqs": 122.448, "ring": 118.0, "torch": 130.0}
-    rows = [
-        {
-            "benchmark": "peers forward",
-            "case": "full-131072-h16-kv16-d128",
-            "executor": name,
-            "num_tasks": 2,
-            "dtype": "bfloat16",
-            "median_ms": each,
-        }
-        for name, each in times.items()
-    ]
+    row = {"benchmark": "peers forward", "case": "full-131072-h16-kv16-d128", "num_tasks": 2}
+    rows = [row | {"executor": name, "median_ms": each} for name, each in times.items()]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row | {"dtype": "bfloat16"}) + "\n" for row in rows))
     return path
 
 
@@ -61,3 +54,11 @@ def test_rows_of_the_benchmark_are_read(measured):
     measured.write_text("")
     with pytest.raises(ValueError, match="has no rows"):
         read_rows(str(measured))
+
+
+def test_four_gpus_are_predicted_from_two(each_fit_once):
+    fitted, measured = (read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4"))
+    machine = fitting.fit(fitted)
+    assert machine.latency == pytest.approx(25e-6, abs=5e-7)
+    long = [row for row in measured if row.case.tokens >= 2**16]
+    assert max(abs(row.ratio(machine) - 1) for row in long) < 0.1
