@@ -207,6 +207,12 @@ def test_integers_are_read_exactly(text, number):
         ("demo --tasks 1e8", "num_tasks must be at most"),
         ("demo --seqlen 1e17", "too little memory"),
         ("report --tasks 1e8", "--tasks must be at most"),
+        ("report --tasks 3,0", "--tasks must be at least 1, got 0"),
+        ("report --seqlen 0", "--seqlen must be at least 1, got 0"),
+        ("report --heads 3 --kv-heads 2", "num_heads must be a positive multiple"),
+        ("report --seed -1", "--seed must be at least 0, got -1"),
+        ("report --pattern strided(", "is no expression"),
+        ("report --workers 2", "--executor must be ray with --workers"),
         ("simulate --devices 1e8", "--devices must be at most"),
     ],
     ids=lambda text: text[:50],
@@ -217,7 +223,7 @@ def test_impossible_options_are_refused_at_once(files, capsys, command, message)
     assert time.process_time() - start < 10
     output, error = capsys.readouterr()
     assert output == "" and message in error
-    assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
+    assert sorted(map(str, Path().rglob("*.*"))) == ["k.npy", "q.npy", "v.npy"]
 
 
 @pytest.mark.slow

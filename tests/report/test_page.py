@@ -80,27 +80,11 @@ def visit(browser, reports):
 def test_nothing_leaves_the_page_and_every_picture_is_there(visit, name, width, scheme):
     page = visit(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    beyond = "[...document.querySelectorAll('body *')].filter(each => {"
-    beyond += "const box = each.getBoundingClientRect();"
-    beyond += f"return box.left < 0 || box.right > {width}}}).map(each => each.outerHTML)"
-    assert page.evaluate(beyond) == []
     pictures = page.locator("img")
     assert pictures.count() >= 6
     for picture in pictures.all():
         assert picture.evaluate("each => each.decode().then(() => each.naturalWidth)") > 300
-        assert picture.bounding_box()["width"] >= min(width - 40, 310)
         assert picture.get_attribute("alt").strip()
-
-
-def test_cells_of_tables_are_read_in_one_piece(visit):
-    page = visit("local", 390)
-    assert page.locator("table").count() == 9
-    heights = (
-        "[...document.querySelectorAll('td')].map(each => each.getBoundingClientRect().height)"
-    )
-    assert max(page.evaluate(heights)) < 36
-    sizes = "[...document.querySelectorAll('td')].map(each => getComputedStyle(each).fontSize)"
-    assert min(float(size.removesuffix("px")) for size in page.evaluate(sizes)) >= 12
 
 
 def test_the_page_tells_its_structure(visit):
@@ -115,14 +99,6 @@ def test_the_page_tells_its_structure(visit):
         assert table.locator("th:not([scope])").count() == 0
         workers = table.locator("tbody th[scope=row]").all_inner_texts()
         assert workers in ([str(number) for number in WORKERS], ["1", "7"])
-
-
-def test_dark_rooms_get_a_dark_page_and_paper_a_white_one(visit):
-    page = visit("local", 1280, "dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    assert page.evaluate(ground) == "rgb(18, 18, 18)"
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
 
 
 def test_text_is_text(visit):
@@ -154,13 +130,3 @@ def test_the_page_opens_with_findings_and_the_partition(reports):
         "Merge: 7.93 % of the time for 111 tasks merges their results.",
     ]
     assert opening.index("</ul>") < opening.index("<img ") < opening.index("111 tasks</figcaption>")
-    text = (reports["ray"] / "report.html").read_text()
-    assert "<li>Speed-up: 2 devices take 45.2 ms for the forward pass in 31 tasks, " in text
-    assert "<li>Merge: 68.6 % of the time for 31 tasks merges their results.</li>" in text
-
-
-def test_what_was_not_measured_has_no_column(reports):
-    text = {name: (path / "report.html").read_text() for name, path in reports.items()}
-    assert ">transfer<" not in text["local"] and ">transfer<" in text["ray"]
-    forward, backward = text["local"].split("Backward pass")
-    assert "predicted MiB" in forward and "predicted MiB" not in backward
