@@ -61,14 +61,13 @@ def test_long_plans_of_patterns_are_drawn_by_parts_of_groups():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_tasks", [7])
-def test_plans_without_a_pattern_are_drawn_as_blocks(num_tasks, is_causal):
-    plan = make_plan(70, num_tasks=num_tasks, is_causal=is_causal)
+def test_plans_without_a_pattern_are_drawn_as_blocks(is_causal):
+    plan = make_plan(70, num_tasks=7, is_causal=is_causal)
     (polygons,) = plot_owners(plan).collections
     drawn = np.zeros((70, 70), int)
     points = np.stack(np.meshgrid(np.arange(70) + 0.5, np.arange(70) + 0.5), axis=-1)
     for path, face in zip(polygons.get_paths(), polygons.get_facecolors(), strict=True):
-        (index,) = (colors(num_tasks) == face).all(axis=1).nonzero()[0]
+        (index,) = (colors(7) == face).all(axis=1).nonzero()[0]
         inside = path.contains_points(points.reshape(-1, 2)).reshape(70, 70)
         assert not drawn[inside].any()
         drawn[inside] = index + 1
