@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -480,41 +479,47 @@ COMMANDS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Interrupt the next command after some blocks."""
-    from cqs.executors.streaming import executor as streamed
+@contextmanager
+def interrupted_at(number):
+    """Interrupt a command after some blocks."""
+    from cqs.executors.streaming import executor
 
-    @contextmanager
-    def interrupted(number):
-        look, calls = streamed._fingerprints, itertools.count()
-
-        def stop(sources):
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            return look(sources)
-
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(streamed, "_fingerprints", stop)
-            yield
-
-    return interrupted
+    calls = [*[DEFAULT] * number, KeyboardInterrupt]
+    look = Mock(wraps=executor._fingerprints, side_effect=calls)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(executor, "_fingerprints", look)
+        yield
 
 
-def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt, capsys):
-    problem, names = files, sorted(os.listdir())
-    with interrupt(4):
-        main([*BUDGETED, "--resume", "run"])
-    (partial,) = set(os.listdir()) - {*names, "run"}
+def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, capsys):
+    resumed, mine = [*BUDGETED, "--resume", "run"], {"o.npy.partial.npy", "run.partial"}
+    for name in mine:
+        Path(name).write_text("mine")
+    before = set(os.listdir())
+    for number, command in ((1, resumed), (3, BUDGETED)):
+        with interrupted_at(number):
+            main(command)
+        assert set(os.listdir()) == before, "nothing was final"
+    with interrupted_at(4):
+        main(resumed)
+    (partial,) = set(os.listdir()) - {*before, "run"}
     output = capsys.readouterr().err
     assert os.path.realpath("run") in output and partial in output
     for other in ("other.npy", f"{partial}.npy", "o.safetensors"):
-        assert main([*BUDGETED[:4], other, *BUDGETED[5:], "--resume", "run"]) == 2
+        assert main([*resumed[:4], other, *resumed[5:]]) == 2
         assert repr(other) in capsys.readouterr().err
-    assert main([*BUDGETED, "--resume", "run", "--verify"]) == 0
-    assert sorted(os.listdir()) == sorted([*names, "o.npy"])
-    output, _ = attend(problem)
+    content = Path(partial).read_bytes()
+    Path(partial).write_bytes(content[:-3])
+    for _ in range(2):
+        assert main(resumed) == 2
+        assert partial in capsys.readouterr().err.splitlines()[-1]
+        Path(partial).unlink(missing_ok=True)
+    Path(partial).write_bytes(content)
+    assert main([*resumed, "--verify"]) == 0
+    assert set(os.listdir()) == {*before, "o.npy"}
+    output, _ = attend(files)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
+    assert all(Path(name).read_text() == "mine" for name in mine)
 
 
 @pytest.mark.slow
@@ -554,33 +559,6 @@ def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, capsy
     assert main([*BUDGETED, "--resume", "run"]) == 0
     assert set(os.listdir()) == before | {"o.npy"} and os.stat("o.npy").st_ino == inode
     assert Path("o.npy").read_bytes() == content
-
-
-@pytest.mark.slow
-def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
-    names = {"o.npy.partial.npy", "run.lse.npy", "run.partial"}
-    for name in names:
-        Path(name).write_text("mine")
-    before = set(os.listdir())
-    with interrupt(1):
-        main([*BUDGETED, "--resume", "run"])
-    with interrupt(3):
-        main(BUDGETED)
-    assert set(os.listdir()) == before, "nothing was final"
-    with interrupt(4):
-        main([*BUDGETED, "--resume", "run"])
-    (partial,) = set(os.listdir()) - before - {"run"}
-    content = Path(partial).read_bytes()
-    os.unlink(partial)
-    assert main([*BUDGETED, "--resume", "run"]) == 2
-    assert partial in capsys.readouterr().err.splitlines()[-1]
-    Path(partial).write_bytes(content[:-3])
-    assert main([*BUDGETED, "--resume", "run"]) == 2
-    assert partial in capsys.readouterr().err.splitlines()[-1] and os.path.exists(partial)
-    Path(partial).write_bytes(content)
-    assert main([*BUDGETED, "--resume", "run"]) == 0
-    assert set(os.listdir()) == before | {"o.npy"}
-    assert all(Path(name).read_text() == "mine" for name in names)
 
 
 @COMMANDS

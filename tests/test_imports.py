@@ -11,12 +11,14 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 
+def run(*arguments):
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def modules_after(statement):
     """The modules that a fresh interpreter has imported after ``statement``."""
-    script = f"import sys\n{statement}\nprint(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = run(f"import sys\n{statement}\nprint(*sys.modules)")
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 
@@ -51,8 +53,7 @@ MEASURE = (
 def modules_beside_torch():
     """The same for statements that import PyTorch, which takes long: each in a fork after that."""
     statements = [*(f"import {modules}" for modules in ONE_WAY), LOAD, MEASURE]
-    command = [sys.executable, "-c", AFTER_TORCH, *statements]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(AFTER_TORCH, *statements)
     assert done.returncode == 0, done.stderr
     return dict(zip(statements, map(set, map(str.split, done.stdout.splitlines())), strict=True))
 
@@ -130,9 +131,6 @@ def test_an_unknown_name_is_refused():
     [("import cqs.streaming", "cqs.streaming"), ("cqs.Cluster", "cqs.Cluster")],
 )
 def test_what_needs_linux_says_so(statement, name):
-    script = f"import sys, cqs, torch, tqdm\nsys.platform = 'darwin'\n{statement}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = run(f"import sys, cqs, torch, tqdm\nsys.platform = 'darwin'\n{statement}")
     assert done.returncode == 1
     assert f"ImportError: {name} requires Linux, got darwin" in done.stderr
