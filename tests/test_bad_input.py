@@ -3,6 +3,7 @@
 import json
 from fractions import Fraction
 from inspect import signature
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -90,7 +91,6 @@ BAD = [
     (masked(None, enable_gqa=False), ValueError, "num_kv_heads .* got 2"),
     # Scores.
     (attend(scores={"softcap": 1.0}), TypeError, "scores must .* got dict"),
-    (attend(scores=choose), TypeError, "scores must .* got function"),
     (scored(sinks=1.0), TypeError, r"scores\.sinks must be a tensor .* got float"),
     (scored(sinks=torch.tensor(1.0)), ValueError, r"scores\.sinks .* got \[\]"),
     (scored(sinks=tensor(4).to_sparse()), TypeError, r"scores\.sinks .* dense"),
@@ -124,7 +124,6 @@ BAD = [
     (attend(value=np.zeros((2, 4, 10, 8))), TypeError, "value .* got ndarray"),
     (attend(query=tensor().to_sparse()), TypeError, "query .* torch.sparse_coo"),
     (attend(query=JAGGED), TypeError, "query must be a dense tensor, got layout torch.jagged"),
-    (attend(query=tensor(4, 10, 8)), ValueError, r"query .* \(4, 10, 8\)"),
     (attend(key=tensor(dtype=torch.complex64)), TypeError, "key .* torch.complex64"),
     (attend(value=tensor(dtype=torch.float8_e4m3fn)), TypeError, "value .* torch.float8_e4m3fn"),
     (attend(query=META, key=META, value=META), NotImplementedError, "query must be .* got meta"),
@@ -145,7 +144,6 @@ BAD = [
     (attend(is_causal=1), TypeError, "is_causal must be a bool, got 1"),
     (attend(scale=float("nan")), ValueError, "scale must be finite, got nan"),
     (attend(scale="0.5"), TypeError, "scale must be a number or None, got '0.5'"),
-    (attend(scale=torch.tensor(1.0)), TypeError, r"scale .* got tensor\(1\.\)"),
     (attend(scale=10**400), ValueError, "scale must be finite, got 10+"),
     (attend(num_tasks=0), ValueError, "num_tasks must be at least 1, got 0"),
     (attend(num_tasks=7.0), TypeError, "num_tasks .* integer, got 7.0"),
@@ -203,7 +201,6 @@ BAD = [
     (read_text("plan"), ValueError, "Expecting value"),
     (read_text('{"num_tasks": 7'), ValueError, "delimiter|Expecting"),
     (read_text("[1, 2]"), ValueError, "not a plan"),
-    (read_text("null"), ValueError, "not a plan"),
     (read_text("{}"), ValueError, "not a plan: .*version"),
     (read(version=1), ValueError, "version must be 2 or 3, got 1"),
     (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
@@ -222,20 +219,16 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
 
 
 @pytest.mark.parametrize(
-    "find",
+    "name",
     [
-        lambda: cqs.attention,
-        lambda: cqs.flex_attention,
-        lambda: cqs.distributed.attention,
-        lambda: cqs.streaming.attention,
-        pytest.param(lambda: cqs.Cluster.attention, marks=pytest.mark.ray),
-        pytest.param(lambda: cqs.Cluster.submit, marks=pytest.mark.ray),
+        *("attention", "flex_attention", "distributed.attention", "streaming.attention"),
+        pytest.param("Cluster.attention", marks=pytest.mark.ray),
+        pytest.param("Cluster.submit", marks=pytest.mark.ray),
     ],
-    ids=["attention", "flex_attention", "distributed", "streaming", "cluster", "submit"],
 )
-def test_arguments_of_other_libraries_are_answered(find):
+def test_arguments_of_other_libraries_are_answered(name):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
-    function = find()
+    function = attrgetter(name)(cqs)
     own = signature(function).parameters
     assert {"query", "key", "value"} <= set(own) and "kwargs" not in own
     for name in set(ADVICE) - set(own):

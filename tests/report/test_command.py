@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,34 +69,27 @@ def test_what_fails_keeps_what_was_measured(tmp_path, monkeypatch, written, caps
 
     monkeypatch.setattr(MeasuredPass, "verify", fail_at_three)
     command = [*TINY, "--tasks", "2,3", "--out", str(tmp_path)]
-    if error is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            main(command)
-    else:
+    try:
         assert main(command) == 1
         assert "cqs report: it is wrong" in capsys.readouterr().err
+    except KeyboardInterrupt:
+        assert error is KeyboardInterrupt
     assert written == [[2]] and keys_of(path) == [(2, "forward")]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "make"),
     [
-        ("report.html", "file"),
-        ("report.html", "pipe"),
-        ("rows.jsonl", "folder"),
-        ("rows.jsonl", "link"),
+        ("report.html", partial(Path.write_text, data="cqs report, by hand")),
+        ("report.html", os.mkfifo),
+        ("rows.jsonl", os.mkdir),
+        ("rows.jsonl", partial(os.symlink, "elsewhere")),
     ],
+    ids=["file", "pipe", "folder", "link"],
 )
-def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, kind):
+def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name, make):
     path = tmp_path / name
-    if kind == "file":
-        path.write_text("cqs report, by hand\n")
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(tmp_path / "elsewhere")
+    make(path)
     before = os.lstat(path)
     monkeypatch.setattr(
         "cqs.report.drivers.MeasuredPass", lambda *_: pytest.fail("it was measured")
