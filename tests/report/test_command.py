@@ -1,6 +1,5 @@
 """``cqs report`` writes a page of its rows, and replaces nothing else."""
 
-import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -99,21 +98,3 @@ def test_what_a_report_has_not_written_stays(tmp_path, monkeypatch, capsys, name
     after = os.lstat(path)
     assert os.listdir(tmp_path) == [name]
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
-    """Also in a directory whose name is no text."""
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    options = [*TINY, "--tasks", "1", "--out", str(folder)]
-    assert main(options) == 0
-    before = (folder / "report.html").read_bytes()
-
-    def interrupt(self, text, write=Path.write_text, **options):
-        write(self, text[:100], **options)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", interrupt)
-        assert main(options) == 2
-    assert (folder / "report.html").read_bytes() == before
-    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "rows.jsonl"]
