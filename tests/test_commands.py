@@ -185,7 +185,6 @@ def test_integers_are_read_exactly(text, number):
     ("command", "message"),
     [
         ("plan --tasks 1e8", "num_tasks must be at most"),
-        (f"plan --tasks {'9' * 400}", "num_tasks must be at most"),
         ("plan --tasks 1025 --json tasks", "--tasks with --json tasks must be at most"),
         ("plan --tasks 5000 --picture plan.png", "--tasks with --picture must be at most"),
         ("plan --tasks 2000 --pattern causal()", "num_tasks must be at most"),
@@ -195,7 +194,6 @@ def test_integers_are_read_exactly(text, number):
         ("plan --interest-sets 1025", "num_tasks must be at most"),
         ("plan --interest-sets 0", "num_tasks must be at least 1"),
         ("plan --interest-sets 9 --json", "must be without --json and --picture"),
-        ("plan --interest-sets 9 --picture sets.png", "must be without --json and --picture"),
         (f"plan --seqlen 1{'0' * 30}", "seqlen_q must be at most"),
         ("plan --rows 0", "--rows must be at least 1"),
         ("plan --pattern per_head([[causal(),strided(2)]])", "differs by head"),

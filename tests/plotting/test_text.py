@@ -48,7 +48,7 @@ def check_text(monkeypatch):
 
 def draw_small_panels(length):
     figure, panels = plt.subplots(2, 3, figsize=(12, 8), layout="compressed")
-    for panel, num_tasks in zip(panels.flat, NUM_TASKS, strict=False):
+    for panel, num_tasks in zip(panels.flat, (3, 7, 13, 31, 111), strict=False):
         plot_owners(make_plan(length, num_tasks=num_tasks), panel)
     return plot_density(longformer(512, 64), length, axes=panels.flat[-1])
 
@@ -59,33 +59,23 @@ def draw_timeline(num_tasks, num_processes):
     return plot_timeline(make_report(num_tasks, num_processes, [failure]))
 
 
-LENGTHS, NUM_TASKS = (10, 1000, 10**6), (3, 7, 13, 31, 111)
-PATTERNS = (longformer(512, 64), strided(512) | sliding_window(1000, 1000))
-SECTIONS = [value for value in vars(sections).values() if isinstance(value, Section)]
+MIXED = strided(512) | sliding_window(1000, 1000)
+SECTIONS = {name: each for name, each in vars(sections).items() if isinstance(each, Section)}
 PICTURES = {
-    "owners": [
-        partial(plot_owners, make_plan(length, num_tasks=number, pattern=pattern))
-        for length, number, pattern in product(LENGTHS, NUM_TASKS, (None, PATTERNS[0]))
-    ],
-    "causal owners": [
-        partial(plot_owners, make_plan(*lengths, num_tasks=number, is_causal=True))
-        for lengths, number in product([(10, 10), (1000, 3000)], NUM_TASKS)
-    ],
-    "panels": [partial(draw_small_panels, length) for length in LENGTHS],
-    "densities": [partial(plot_density, *each) for each in product(PATTERNS, LENGTHS)],
-    "timelines": [
-        partial(draw_timeline, *each) for each in [(3, 2), (31, 2), (111, 2), (111, 111)]
-    ],
-    "scaling": [
-        partial(section.plot, make_rows(workers, executor="ray"))
-        for section, workers in product(SECTIONS, [(7,), MANY])
-    ],
+    "few owners": lambda: plot_owners(make_plan(10, num_tasks=3)),
+    "owners": lambda: plot_owners(make_plan(10**6, num_tasks=111, pattern=longformer(512, 64))),
+    "causal owners": lambda: plot_owners(make_plan(1000, 3000, num_tasks=31, is_causal=True)),
+    "small panels": lambda: draw_small_panels(10),
+    "panels": lambda: draw_small_panels(10**6),
+    "density": lambda: plot_density(MIXED, 10**6),
+    "short timeline": lambda: draw_timeline(3, 2),
+    "timeline": lambda: draw_timeline(111, 111),
+} | {
+    f"{name}, {len(workers)} rows": partial(section.plot, make_rows(workers, "ray"))
+    for (name, section), workers in product(SECTIONS.items(), [(7,), MANY])
 }
 
 
-@pytest.mark.parametrize("first", [-1, pytest.param(0, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", PICTURES)
-def test_no_text_overlaps_another(check_text, kind, first):
-    for draw in PICTURES[kind][first:]:
-        check_text(draw())
-        plt.close("all")
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_no_text_overlaps_another(check_text, draw):
+    check_text(draw())
