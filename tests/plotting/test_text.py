@@ -18,34 +18,6 @@ from cqs.report.sections import Section
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def check_text(monkeypatch):
-    """Draw the figure of some axes; compare the extents of all texts that are drawn."""
-    drawn = []
-    draw = Text.draw
-    monkeypatch.setattr(
-        Text, "draw", lambda text, renderer: (drawn.append(text), draw(text, renderer))
-    )
-
-    def check(axes):
-        figure = axes.figure
-        drawn.clear()
-        figure.canvas.draw()
-        texts = {
-            id(text): (text.get_text(), text.get_window_extent())
-            for text in drawn
-            if text.get_visible() and text.get_text().strip()
-        }
-        assert texts
-        width, height = figure.canvas.get_width_height()
-        for text, box in texts.values():
-            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-        for (text, box), (other, other_box) in combinations(texts.values(), 2):
-            assert not box.padded(-1).overlaps(other_box), (text, other)
-
-    return check
-
-
 def draw_small_panels(length):
     figure, panels = plt.subplots(2, 3, figsize=(12, 8), layout="compressed")
     for panel, num_tasks in zip(panels.flat, (3, 7, 13, 31, 111), strict=False):
@@ -77,5 +49,19 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
-def test_no_text_overlaps_another(check_text, draw):
-    check_text(draw())
+def test_no_text_overlaps_another(monkeypatch, draw):
+    figure, draw_text, drawn = draw().figure, Text.draw, {}
+
+    def note(text, renderer):
+        draw_text(text, renderer)
+        if text.get_visible() and text.get_text().strip():
+            drawn[text] = text.get_window_extent()
+
+    monkeypatch.setattr(Text, "draw", note)
+    figure.canvas.draw()
+    assert drawn
+    width, height = figure.canvas.get_width_height()
+    for text, box in drawn.items():
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+    for (text, box), (other, other_box) in combinations(drawn.items(), 2):
+        assert not box.padded(-1).overlaps(other_box), (text, other)
