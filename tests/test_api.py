@@ -15,19 +15,19 @@ from cqs.scheduler import Grid2D, Hosts, Quorums
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 BY_NAME = {case.name: case for case in CASES}
-RAGGED = {
-    "square": Case("square", 97, 97, num_heads=2, num_kv_heads=2, batch=2),
-    "gqa": Case("gqa", 83, 83, num_heads=6, num_kv_heads=2, head_dim=8),
-    "few-queries": Case("few-queries", 29, 90, num_heads=2, num_kv_heads=1),
-    "many-queries": Case("many-queries", 90, 29, num_heads=2, num_kv_heads=1),
-}
+RAGGED = (
+    Case("square", 97, 97, num_heads=2, num_kv_heads=2, batch=2),
+    Case("gqa", 83, 83, num_heads=6, num_kv_heads=2, head_dim=8),
+    Case("few-queries", 29, 90, num_heads=2, num_kv_heads=1),
+    Case("many-queries", 90, 29, num_heads=2, num_kv_heads=1),
+)
 
 
 @pytest.mark.sample(5)
 @KINDS
 @pytest.mark.parametrize("num_tasks", range(1, 33))
 def test_the_answer_is_exact_for_every_number_of_workers(assert_right, num_tasks, is_causal):
-    for case in RAGGED.values():
+    for case in RAGGED:
         problem = replace(case, is_causal=is_causal).make(DTYPES[num_tasks % 4])
         assert_right(problem, attend(problem, num_tasks=num_tasks))
 
@@ -75,19 +75,10 @@ def test_strides_do_not_matter(assert_right, layout, dtype, is_causal):
 
 @KINDS
 @pytest.mark.parametrize("num_tasks", [1, 4, 7])
-@pytest.mark.parametrize(
-    ("query_shape", "key_shape"),
-    [
-        ((0, 2, 9, 4), (0, 2, 9, 4)),
-        ((2, 2, 0, 4), (2, 2, 0, 4)),
-        ((2, 2, 0, 4), (2, 2, 9, 4)),
-        ((2, 2, 9, 4), (2, 2, 0, 4)),
-        ((0, 2, 0, 4), (0, 1, 0, 4)),
-    ],
-    ids=["batch", "seqlen", "queries", "keys", "everything"],
-)
-def test_empty_tensors_give_empty_or_zero_answers(query_shape, key_shape, num_tasks, is_causal):
-    query, key = torch.randn(query_shape), torch.randn(key_shape)
+@pytest.mark.parametrize("sizes", [(0, 9, 9), (2, 0, 0), (2, 0, 9), (2, 9, 0), (0, 0, 0)], ids=str)
+def test_empty_tensors_give_empty_or_zero_answers(sizes, num_tasks, is_causal):
+    batch, seqlen_q, seqlen_kv = sizes
+    query, key = torch.randn(batch, 2, seqlen_q, 4), torch.randn(batch, 1, seqlen_kv, 4)
     output, lse = cqs.attention(
         query, key, key, is_causal=is_causal, num_tasks=num_tasks, return_lse=True, verify=True
     )

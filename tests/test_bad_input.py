@@ -148,11 +148,9 @@ BAD = [
     (attend(num_tasks=0), ValueError, "num_tasks must be at least 1, got 0"),
     (attend(num_tasks=7.0), TypeError, "num_tasks .* integer, got 7.0"),
     (attend(num_tasks=True), TypeError, "num_tasks .* integer, got True"),
-    (attend(num_tasks=np.float64(7)), TypeError, r"got np.float64\(7.0\)"),
     (attend(plan=Quorums((0, 1, 3))), ValueError, r"interest_set must lie in range\(3\), got 3"),
     (attend(num_tasks=7, plan=Quorums((0, 1, 2))), ValueError, "modulo 7: .* differ by 3"),
     (attend(backend="flash2"), ValueError, "backend .* got 'flash2'"),
-    (attend(backend=5), (TypeError, ValueError), "backend .* got 5"),
     (attend(query=WIDE, key=WIDE, value=WIDE, backend="cpu"), NotImplementedError, "float64"),
     (attend(value=tensor(2, 4, 10, 6), backend="cpu"), NotImplementedError, "backend .* 8 and 6"),
     (attend(backend="cudnn"), NotImplementedError, "backend .* got cpu"),
@@ -174,7 +172,6 @@ BAD = [
     (plan(-1), ValueError, "seqlen_q must be at least 0, got -1"),
     (plan(5, -2), ValueError, "seqlen_kv must be at least 0, got -2"),
     (plan(1e6), TypeError, "seqlen_q must be an integer, got 1000000.0"),
-    (plan(None), TypeError, "seqlen_(q|kv) must be an integer, got None"),
     (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
     (plan(kind="ring"), ValueError, "kind must be .* got 'ring'"),
     (plan(kind=(0, 1, 3)), TypeError, r"kind must be .* got \(0, 1, 3\)"),
@@ -280,12 +277,13 @@ def test_numbers_of_numpy_are_numbers():
     assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
 
 
-@pytest.mark.parametrize(
-    "scale", [np.float32(0.5), np.float64(0.5), np.float16(0.5), Fraction(1, 2)]
-)
-def test_options_of_numpy_are_options(scale):
+def test_options_of_numpy_are_options():
     query, key, value = torch.randn(3, 1, 2, 30, 8)
     expected = cqs.attention(query, key, value, is_causal=True, scale=0.5, num_tasks=7)
-    options = {"is_causal": np.True_, "scale": scale, "num_tasks": np.int64(7)}
-    plan = Quorums(np.array([0, 1, 3]))
-    assert torch.equal(cqs.attention(query, key, value, plan=plan, **options), expected)
+    options = {
+        "is_causal": np.True_,
+        "num_tasks": np.int64(7),
+        "plan": Quorums(np.array([0, 1, 3])),
+    }
+    for scale in (np.float32(0.5), np.float64(0.5), np.float16(0.5), Fraction(1, 2)):
+        assert torch.equal(cqs.attention(query, key, value, scale=scale, **options), expected)

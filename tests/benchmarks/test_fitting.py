@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import fitting
 from benchmarks.fitting import MeasuredTime, fit, read_rows
-from benchmarks.result_tables import RESULTS
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import Machine
@@ -54,11 +52,3 @@ def test_rows_of_the_benchmark_are_read(measured):
     measured.write_text("")
     with pytest.raises(ValueError, match="has no rows"):
         read_rows(str(measured))
-
-
-def test_four_gpus_are_predicted_from_two(each_fit_once):
-    fitted, measured = (read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4"))
-    machine = fitting.fit(fitted)
-    assert machine.latency == pytest.approx(25e-6, abs=5e-7)
-    long = [row for row in measured if row.case.tokens >= 2**16]
-    assert max(abs(row.ratio(machine) - 1) for row in long) < 0.1
