@@ -223,20 +223,13 @@ def test_impossible_options_are_refused_at_once(files, capsys, command, message)
     assert sorted(map(str, Path().rglob("*.*"))) == ["k.npy", "q.npy", "v.npy"]
 
 
-@pytest.mark.slow
-def test_plans_of_many_workers_show_their_first_tasks(capsys):
-    start = time.process_time()
-    assert main(["plan", "--tasks", "10000"]) == 0
-    assert time.process_time() - start < 30
-    title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
-    assert "10000 tasks" in title and header.split()[0] == "task"
-    assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
-    assert len(rows) == 16 and str(10_000 - len(rows)) in more
-
-
 def test_plans_are_summarised_by_the_tokens_of_their_tasks(capsys):
     assert main("plan --seqlen 7000 --tasks 7 --causal --rows 2".split()) == 0
-    *_, more, ratio, tokens, first, second = capsys.readouterr().out.splitlines()
+    title, header, _, *rows, more, ratio, tokens, first, second = (
+        capsys.readouterr().out.splitlines()
+    )
+    assert "7 tasks" in title and header.split()[0] == "task"
+    assert [row.split()[0] for row in rows] == ["0", "1"]
     assert more == "... and 5 tasks more" and float(ratio.split()[-1]) == pytest.approx(7, 0.01)
     assert tokens == (
         "tokens of a task: longest 3,000, shortest 2,000, mean 2,714.3, standard deviation 451.8"
