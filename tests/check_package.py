@@ -1,8 +1,7 @@
 """Install the wheel as a new user would, and do what README.md says in an empty directory.
 
 ``make check-dist`` builds and checks what would be published. ``make check-package`` then makes a
-clean environment, installs from the registry, runs every command and snippet, and says how long the
-first result took.
+clean environment, installs from the registry, and runs every command and snippet.
 """
 
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import venv
 from pathlib import Path
 
@@ -19,17 +17,6 @@ from support.pages import ROOT, fences, joined
 
 TORCH = re.search(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)[0]
 """By its exact version: a range would take the newest build."""
-
-BEGIN = """
-import time
-
-
-def say(what):
-    print(f"{{time.monotonic() - {start}:.0f}} s after the beginning: {{what}}")
-
-
-"""
-"""Of the script that is made of the snippets."""
 
 
 def main() -> None:
@@ -69,7 +56,6 @@ def follow_the_readme(top: Path, wheel: Path) -> None:
     """Install as the page says, then run its snippets in one process, then its commands."""
     empty = top / "empty"
     empty.mkdir()
-    start = time.monotonic()
     environment = make_environment(top / "clean")
     run(environment / "pip", "install", "--quiet", TORCH)
     found = list(fences("README.md"))
@@ -81,16 +67,13 @@ def follow_the_readme(top: Path, wheel: Path) -> None:
     ]
     assert ["pip", "install", ".[ray,plots]"] in commands
     run(environment / "pip", "install", "--quiet", f"{wheel}[ray,plots]")
-    script = BEGIN.format(start=start)
-    for i, fence in enumerate(fence for fence in found if fence.language == "python"):
-        script += f"{fence.code}\nsay('snippet {i}')\n"
+    script = "\n".join(fence.code for fence in found if fence.language == "python")
     (empty / "readme.py").write_text(script)
     run(environment / "python", "readme.py", cwd=empty)
     for name, *words in commands:
         if name == "cqs":
             run(environment / "cqs", *words, cwd=empty)
     run(environment / "cqs", "demo", cwd=empty)
-    print(f"{time.monotonic() - start:.0f} s after the beginning: all of README.md")
 
 
 def make_environment(folder: Path) -> Path:

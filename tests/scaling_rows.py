@@ -11,17 +11,8 @@ MANY = (1, 2, 3, 4, 7, 8, 13, 31, 57, 111)
 
 def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **options):
     """Return a row for each number of workers: of time 1 / W, of memory 1 / sqrt(W)."""
-    settings = Settings(
-        executor=executor,
-        tokens=tokens,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=64,
-        dtype="float32",
-        repeats=2,
-        seed=0,
-        **{"is_causal": False, "pattern": None, **options},
-    )
+    settings = Settings(executor, tokens, 8, 8, 64, "float32", repeats=2, **options)
+    kind = {"is_causal": settings.is_causal, "pattern": settings.make_pattern()}
     rows = []
     for number in workers:
         size = int(2**26 * number**-0.5)
@@ -38,12 +29,7 @@ def make_rows(workers=MANY, executor="local", passes="forward", tokens=8192, **o
             make_row(
                 settings,
                 passes,
-                make_plan(
-                    tokens,
-                    num_tasks=number,
-                    is_causal=settings.is_causal,
-                    pattern=settings.make_pattern(),
-                ),
+                make_plan(tokens, num_tasks=number, **kind),
                 turns=[turn, turn],
                 held=[held] * number,
                 one_bytes=2**26 + 2**20,

@@ -22,23 +22,8 @@ from support.exact import (
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.cases import Case
-from cqs.patterns import (
-    acsr,
-    bigbird,
-    block_diagonal,
-    block_sparse,
-    causal,
-    dilated,
-    documents,
-    fixed,
-    from_block_mask,
-    from_mask,
-    global_tokens,
-    longformer,
-    per_head,
-    sliding_window,
-    strided,
-)
+from cqs.patterns import acsr, block_sparse, causal, documents, from_block_mask, from_mask, per_head
+from cqs.patterns.text import parse_pattern
 from cqs.problem import Problem
 from cqs.worker import BACKENDS
 
@@ -53,16 +38,7 @@ def _block_mask(q: int, k: int):
     return from_block_mask(create_block_mask(rule, None, None, q, k, "cpu", BLOCK_SIZE=16))
 
 
-PATTERNS = {
-    "sliding_window(20, 0)": lambda q, k: sliding_window(20, 0),
-    "sliding_window(9, 13)": lambda q, k: sliding_window(9, 13),
-    "dilated(5, 3, 4)": lambda q, k: dilated(5, 3, 4),
-    "strided(8)": lambda q, k: strided(8),
-    "fixed(16, 3)": lambda q, k: fixed(16, 3),
-    "block_diagonal(20)": lambda q, k: block_diagonal(20),
-    "global_tokens([0, 3, 40])": lambda q, k: global_tokens([0, 3, 40]),
-    "longformer(10, 3)": lambda q, k: longformer(10, 3),
-    "bigbird(block=8)": lambda q, k: bigbird(block=8),
+FITTED = {
     "documents([0, 21, 30, 31, 47])": lambda q, k: (
         documents([0, 21, 30, 31, q]) if q == k else documents([0, 4, 9, 9, q], [0, 21, 30, 31, k])
     ),
@@ -70,11 +46,24 @@ PATTERNS = {
     "block_sparse(layout, 8)": lambda q, k: block_sparse(random_bits(-(-q // 8), -(-k // 8)), 8),
     "from_mask(mask)": lambda q, k: from_mask(random_bits(q, k)),
     "from_block_mask(block_mask)": _block_mask,
-    "dilated(3, 0, 8) | sliding_window(4)": lambda q, k: dilated(3, 0, 8) | sliding_window(4),
-    "block_diagonal(16) & causal()": lambda q, k: block_diagonal(16) & causal(),
-    "block_diagonal(16) & strided(4)": lambda q, k: block_diagonal(16) & strided(4),
-    "causal() - sliding_window(12)": lambda q, k: causal() - sliding_window(12),
 }
+"""Patterns of given lengths, by their names in the tables."""
+PATTERNS = (
+    "sliding_window(20, 0)",
+    "sliding_window(9, 13)",
+    "dilated(5, 3, 4)",
+    "strided(8)",
+    "fixed(16, 3)",
+    "block_diagonal(20)",
+    "global_tokens([0, 3, 40])",
+    "longformer(10, 3)",
+    "bigbird(block=8)",
+    *FITTED,
+    "dilated(3, 0, 8) | sliding_window(4)",
+    "block_diagonal(16) & causal()",
+    "block_diagonal(16) & strided(4)",
+    "causal() - sliding_window(12)",
+)
 _WORKERS = 3
 _SQUARE = Case("square", 47, 47, num_heads=1, num_kv_heads=1)
 
@@ -136,7 +125,8 @@ def run(cell: Cell) -> str:
     case, check = FEATURES[cell.feature]
     device = "cuda" if cell.backend == "triton" and torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if cell.feature == "float16" else torch.float32
-    pattern = PATTERNS[cell.pattern](case.seqlen_q, case.seqlen_kv)
+    fit = FITTED.get(cell.pattern, lambda q, k: parse_pattern(cell.pattern))
+    pattern = fit(case.seqlen_q, case.seqlen_kv)
     if cell.feature == "per head":
         pattern = per_head([[pattern, causal()]])
     try:

@@ -3,6 +3,7 @@
 import json
 from fractions import Fraction
 from inspect import signature
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -74,106 +75,58 @@ def choose(score, batch, head, query, key):
     return score if query >= key else -score
 
 
-def jagged():
-    return torch.nested.nested_tensor([tensor(10, 10)] * 2, layout=torch.jagged)
-
-
+JAGGED = torch.nested.nested_tensor([tensor(4, 10, 8)] * 2, layout=torch.jagged)
+META, WIDE = tensor(device="meta"), tensor(dtype=torch.float64)
 BAD = [
     # Masks.
     (masked([[True]]), TypeError, "attn_mask must be a tensor or None, got list"),
     (masked(tensor(10, 10, dtype=int)), TypeError, "attn_mask .* got torch.int64"),
     (masked(tensor(10, 10).to_sparse()), TypeError, "attn_mask .* got layout torch.sparse_coo"),
-    (lambda: masked(jagged())(), TypeError, "attn_mask .* got layout torch.jagged"),
     (masked(tensor(1, 1, 1, 10, 10)), ValueError, r"attn_mask .* got \[1, 1, 1, 10, 10\]"),
     (masked(tensor(9, 10)), ValueError, r"attn_mask .* \[2, 4, 10, 10\], got \[9, 10\]"),
-    (masked(tensor(10, 11, dtype=bool)), ValueError, r"attn_mask .*\[10, 11\]"),
     (masked(tensor(2, 2, 10, 10)), ValueError, r"attn_mask .*\[2, 2, 10, 10\]"),
-    (masked(tensor(3, 1, 1, 10)), ValueError, r"attn_mask .* got \[3, 1, 1, 10\]"),
     (masked(tensor(10, 10, device="meta")), ValueError, "attn_mask .* got meta"),
     (masked(tensor(10, 10), scores=cqs.Scores(bias=tensor(10, 10))), ValueError, "torch.float32"),
-    (masked(tensor(10, 10), scores=5), TypeError, "scores must .* got int"),
-    (masked(tensor(10, 10, dtype=bool), pattern="causal"), TypeError, "pattern .* got str"),
-    (
-        masked(tensor(10, 10), backend="cudnn"),
-        NotImplementedError,
-        "backend 'cudnn' does not support scores with bias",
-    ),
     (masked(None, enable_gqa=1), TypeError, "enable_gqa must be a bool, got 1"),
     (masked(None, enable_gqa=False), ValueError, "num_kv_heads .* got 2"),
     # Scores.
     (attend(scores={"softcap": 1.0}), TypeError, "scores must .* got dict"),
-    (attend(scores=choose), TypeError, "scores must .* got function"),
     (scored(sinks=1.0), TypeError, r"scores\.sinks must be a tensor .* got float"),
     (scored(sinks=torch.tensor(1.0)), ValueError, r"scores\.sinks .* got \[\]"),
     (scored(sinks=tensor(4).to_sparse()), TypeError, r"scores\.sinks .* dense"),
     (scored(softcap=True), TypeError, r"softcap must be a number .* got True"),
     (scored(softcap=1e300), ValueError, r"softcap must be between 1e-30 and 1e\+30, got 1e\+300"),
     (scored(alibi_slopes=tensor(2)), ValueError, r"alibi_slopes .* got \[2\]"),
-    (scored(alibi_slopes=tensor(3, 4)), ValueError, r"slopes .* got \[3, 4\]"),
     (scored(alibi_slopes=tensor(4, device="meta")), ValueError, "alibi_slopes .* got meta"),
     (scored(bias=[[0.0]]), TypeError, r"scores\.bias must be a tensor .* got list"),
     (scored(bias=tensor(10, 10, dtype=int)), TypeError, r"scores\.bias .* torch.int64"),
     (scored(bias=tensor(10, 10, dtype=bool)), TypeError, "torch.bool: pass pattern=.*from_mask"),
-    (lambda: scored(bias=jagged())(), TypeError, r"bias .* layout torch.jagged"),
     (scored(bias=tensor(9, 10)), ValueError, r"scores\.bias .* got \[9, 10\]"),
-    (scored(bias=tensor(3, 1, 1, 1)), ValueError, r"bias .* got \[3, 1, 1, 1\]"),
     (scored(bias=tensor(10, 10, device="meta")), ValueError, r"scores\.bias .* got meta"),
     (modified(3), TypeError, r"score_mod must be a function or None, got 3"),
     (modified(lambda s: s), TypeError, r"score_mod must .* got one of \(s\)"),
-    (modified(lambda s, b, h, i, j, x: s), TypeError, r"score_mod .* one of \(s, b, h, i, j, x\)"),
     (modified(lambda s, *_: 0.5), TypeError, r"score_mod must return .* got float"),
-    (
-        modified(lambda s, *_: s * torch.ones(2)),
-        TypeError,
-        r"score_mod must return a floating-point scalar .* torch.float32 of shape \[2\]",
-    ),
+    (modified(lambda s, *_: s * torch.ones(2)), TypeError, r"return .* scalar .* shape \[2\]"),
     (modified(choose), ValueError, r"scores\.score_mod .* use torch.where in place of if"),
     (modified(lambda s, *_: s * s.item()), ValueError, r"score_mod must .* no .item"),
-    (
-        modified(lambda s, *_: torch.from_numpy(np.sin(np.asarray(s)))),
-        ValueError,
-        r"score_mod must be made of PyTorch's functions",
-    ),
-    (
-        modified(lambda s, *_: s + torch.rand(())),
-        ValueError,
-        r"score_mod must .* no .* random numbers",
-    ),
-    (
-        modified(lambda s, *_: s, backend="cpu"),
-        NotImplementedError,
-        "backend 'cpu' does not support scores with score_mod",
-    ),
+    (modified(lambda s, *_: torch.from_numpy(np.asarray(s))), ValueError, "PyTorch's functions"),
+    (modified(lambda s, *_: s + torch.rand(())), ValueError, "no .* random numbers"),
+    (modified(lambda s, *_: s, backend="cpu"), NotImplementedError, "'cpu' .* with score_mod"),
     (
         attend(scores=cqs.Scores(bias=tensor(10, 10, requires_grad=True)), backend="cpu"),
         NotImplementedError,
         "backend 'cpu' does not support scores with gradient of bias",
     ),
-    (
-        attend(scores=cqs.Scores(alibi_slopes=tensor(4)), backend="cudnn"),
-        NotImplementedError,
-        "backend 'cudnn'",
-    ),
+    (masked(tensor(10, 10), backend="cudnn"), NotImplementedError, "'cudnn' .* with bias"),
     # What is no tensor, or no tensor that attention is defined for.
     (attend(query=[[1.0]]), TypeError, "query must be a torch.Tensor, got list"),
     (attend(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
     (attend(value=np.zeros((2, 4, 10, 8))), TypeError, "value .* got ndarray"),
     (attend(query=tensor().to_sparse()), TypeError, "query .* torch.sparse_coo"),
-    (
-        lambda: attend(
-            query=torch.nested.nested_tensor([tensor(4, 10, 8)] * 2, layout=torch.jagged)
-        )(),
-        TypeError,
-        "query must be a dense tensor, got layout torch.jagged",
-    ),
-    (attend(query=tensor(4, 10, 8)), ValueError, r"query .* \(4, 10, 8\)"),
+    (attend(query=JAGGED), TypeError, "query must be a dense tensor, got layout torch.jagged"),
     (attend(key=tensor(dtype=torch.complex64)), TypeError, "key .* torch.complex64"),
     (attend(value=tensor(dtype=torch.float8_e4m3fn)), TypeError, "value .* torch.float8_e4m3fn"),
-    (
-        attend(query=tensor(device="meta"), key=tensor(device="meta"), value=tensor(device="meta")),
-        NotImplementedError,
-        "query must be on the CPU or a GPU, got meta",
-    ),
+    (attend(query=META, key=META, value=META), NotImplementedError, "query must be .* got meta"),
     # Tensors that do not fit together.
     (attend(key=tensor(dtype=torch.float64)), ValueError, "key .* got torch.float64"),
     (attend(value=tensor(dtype=torch.bfloat16)), ValueError, "value .* got torch.bfloat16"),
@@ -181,60 +134,44 @@ BAD = [
     (attend(key=tensor(3, 4, 10, 8)), ValueError, "key .* batch .* 2, got 3"),
     (attend(query=tensor(1, 4, 10, 8), value=tensor(3, 4, 10, 8)), ValueError, "value .* got 3"),
     (attend(key=tensor(2, 4, 10, 9)), ValueError, "key must have the head_dim of query, 8, got 9"),
-    (
-        attend(value=tensor(2, 4, 11, 8)),
-        ValueError,
-        r"key and value .* \(2, 4, 10, 8\) and \(2, 4, 11, 8\)",
-    ),
-    (
-        attend(value=tensor(2, 2, 10, 8)),
-        ValueError,
-        r"key and value .* \(2, 4, 10, 8\) and \(2, 2, 10, 8\)",
-    ),
+    (attend(value=tensor(2, 4, 11, 8)), ValueError, r"key and value .* \(2, 4, 11, 8\)"),
+    (attend(value=tensor(2, 2, 10, 8)), ValueError, r"key and value .* \(2, 2, 10, 8\)"),
     (attend(key=tensor(2, 3, 10, 8), value=tensor(2, 3, 10, 8)), ValueError, "multiple .* 4 and 3"),
     (attend(query=tensor(2, 0, 10, 8)), ValueError, "num_heads .* got 0 and 4"),
     (attend(value=tensor(2, 4, 10, 0)), ValueError, r"value .* \(2, 4, 10, 0\)"),
     # Options of attention.
     (attend(pattern=[[causal()]]), TypeError, "pattern must be .* got list"),
     (attend(is_causal=1), TypeError, "is_causal must be a bool, got 1"),
-    (attend(is_causal="yes"), TypeError, "is_causal .* got 'yes'"),
     (attend(scale=float("nan")), ValueError, "scale must be finite, got nan"),
     (attend(scale="0.5"), TypeError, "scale must be a number or None, got '0.5'"),
-    (attend(scale=torch.tensor(1.0)), TypeError, r"scale .* got tensor\(1\.\)"),
     (attend(scale=10**400), ValueError, "scale must be finite, got 10+"),
     (attend(num_tasks=0), ValueError, "num_tasks must be at least 1, got 0"),
     (attend(num_tasks=7.0), TypeError, "num_tasks .* integer, got 7.0"),
     (attend(num_tasks=True), TypeError, "num_tasks .* integer, got True"),
-    (attend(num_tasks="7"), TypeError, "num_tasks .* integer, got '7'"),
-    (attend(num_tasks=np.True_), TypeError, "num_tasks .* got np.True_"),
-    (attend(num_tasks=np.float64(7)), TypeError, r"got np.float64\(7.0\)"),
-    (attend(scale=np.True_), TypeError, "scale .* got np.True_"),
     (attend(plan=Quorums((0, 1, 3))), ValueError, r"interest_set must lie in range\(3\), got 3"),
-    (
-        attend(num_tasks=7, plan=Quorums((0, 1, 2))),
-        ValueError,
-        r"\(0, 1, 2\) is no difference cover modulo 7: no two elements differ by 3",
-    ),
+    (attend(num_tasks=7, plan=Quorums((0, 1, 2))), ValueError, "modulo 7: .* differ by 3"),
     (attend(backend="flash2"), ValueError, "backend .* got 'flash2'"),
-    (attend(backend=5), (TypeError, ValueError), "backend .* got 5"),
-    (
-        attend(
-            query=tensor(dtype=torch.float64),
-            key=tensor(dtype=torch.float64),
-            value=tensor(dtype=torch.float64),
-            backend="cpu",
-        ),
-        NotImplementedError,
-        "backend 'cpu' requires .* got torch.float64",
-    ),
+    (attend(query=WIDE, key=WIDE, value=WIDE, backend="cpu"), NotImplementedError, "float64"),
     (attend(value=tensor(2, 4, 10, 6), backend="cpu"), NotImplementedError, "backend .* 8 and 6"),
     (attend(backend="cudnn"), NotImplementedError, "backend .* got cpu"),
     (attend(executor="spark"), ValueError, "executor .* got 'spark'"),
+    (attend(progress="loud"), TypeError, "progress.*'loud'"),
+    (attend(memory_budget=None), TypeError, r"memory_budget: call cqs\.streaming\.attention"),
+    (attend(device=None), TypeError, r"device: call cqs\.streaming\.attention"),
+    (attend(out=None), TypeError, r"out: call cqs\.streaming\.attention"),
+    (attend(resume=None), TypeError, r"resume: call cqs\.streaming\.attention"),
+    (attend(qeury=tensor()), TypeError, "unexpected keyword argument 'qeury'"),
+    # Dropout.
+    (attend(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=-0.1), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\)"),
+    (attend(dropout_p=0.5, seed=-1), ValueError, "seed must be at least 0"),
+    (attend(dropout_p=0.5, seed=1.5), TypeError, "seed must be an integer"),
+    (attend(dropout_p=0.1, backend="cpu"), NotImplementedError, "'cpu'.*dropout"),
     # Plans.
     (plan(-1), ValueError, "seqlen_q must be at least 0, got -1"),
     (plan(5, -2), ValueError, "seqlen_kv must be at least 0, got -2"),
     (plan(1e6), TypeError, "seqlen_q must be an integer, got 1000000.0"),
-    (plan(None), TypeError, "seqlen_(q|kv) must be an integer, got None"),
     (plan(is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
     (plan(kind="ring"), ValueError, "kind must be .* got 'ring'"),
     (plan(kind=(0, 1, 3)), TypeError, r"kind must be .* got \(0, 1, 3\)"),
@@ -245,7 +182,6 @@ BAD = [
     (lambda: cqs.make_plan(70, num_tasks=7).task(7), ValueError, "index .* got 7"),
     # Interest sets.
     (check([]), ValueError, r"interest_set must contain 0, got \(\)"),
-    (check([1, 2, 4]), ValueError, r"must contain 0, got \(1, 2, 4\)"),
     (check([0, 1, 1, 3]), ValueError, r"repeats an element: \(0, 1, 1, 3\)"),
     (check([0, -1, 3]), ValueError, r"in range\(7\), got -1"),
     (check([0, True, 3]), TypeError, "must hold integers, got True"),
@@ -262,7 +198,6 @@ BAD = [
     (read_text("plan"), ValueError, "Expecting value"),
     (read_text('{"num_tasks": 7'), ValueError, "delimiter|Expecting"),
     (read_text("[1, 2]"), ValueError, "not a plan"),
-    (read_text("null"), ValueError, "not a plan"),
     (read_text("{}"), ValueError, "not a plan: .*version"),
     (read(version=1), ValueError, "version must be 2 or 3, got 1"),
     (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
@@ -281,36 +216,21 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
 
 
 @pytest.mark.parametrize(
-    "find",
+    "name",
     [
-        lambda: cqs.attention,
-        lambda: cqs.flex_attention,
-        lambda: cqs.distributed.attention,
-        lambda: cqs.streaming.attention,
-        pytest.param(lambda: cqs.Cluster.attention, marks=pytest.mark.ray),
-        pytest.param(lambda: cqs.Cluster.submit, marks=pytest.mark.ray),
+        *("attention", "flex_attention", "distributed.attention", "streaming.attention"),
+        pytest.param("Cluster.attention", marks=pytest.mark.ray),
+        pytest.param("Cluster.submit", marks=pytest.mark.ray),
     ],
-    ids=["attention", "flex_attention", "distributed", "streaming", "cluster", "submit"],
 )
-def test_arguments_of_other_libraries_are_answered(find):
+def test_arguments_of_other_libraries_are_answered(name):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
-    function = find()
+    function = attrgetter(name)(cqs)
     own = signature(function).parameters
     assert {"query", "key", "value"} <= set(own) and "kwargs" not in own
     for name in set(ADVICE) - set(own):
         with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):
             function(**{name: None})
-
-
-@pytest.mark.parametrize("name", ["memory_budget", "device", "out", "resume"])
-def test_arguments_of_streaming_are_answered(name):
-    with pytest.raises(TypeError, match=rf"{name}: call cqs\.streaming\.attention"):
-        cqs.attention(*[tensor()] * 3, **{name: None})
-
-
-def test_an_argument_of_no_library_is_an_ordinary_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'qeury'"):
-        cqs.attention(qeury=tensor())
 
 
 @pytest.mark.parametrize("shape", [(4, 10, 8), (3, 2, 4, 10, 8)])
@@ -341,6 +261,9 @@ def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
     ):
         with pytest.raises((ValueError, NotImplementedError)):
             attend(**changes)()
+    monkeypatch.setattr(cqs.api, "open_executor", lambda _: pytest.fail("it was opened"))
+    with pytest.raises(TypeError):
+        attend(progress="loud", executor="ray")()
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -354,19 +277,13 @@ def test_numbers_of_numpy_are_numbers():
     assert AttentionShape(np.int64(8), np.int64(64)) == AttentionShape(8, 64)
 
 
-@pytest.mark.parametrize(
-    "scale", [np.float32(0.5), np.float64(0.5), np.float16(0.5), Fraction(1, 2)]
-)
-def test_options_of_numpy_are_options(scale):
+def test_options_of_numpy_are_options():
     query, key, value = torch.randn(3, 1, 2, 30, 8)
     expected = cqs.attention(query, key, value, is_causal=True, scale=0.5, num_tasks=7)
-    answer = cqs.attention(
-        query,
-        key,
-        value,
-        is_causal=np.True_,
-        scale=scale,
-        num_tasks=np.int64(7),
-        plan=Quorums(np.array([0, 1, 3])),
-    )
-    assert torch.equal(answer, expected)
+    options = {
+        "is_causal": np.True_,
+        "num_tasks": np.int64(7),
+        "plan": Quorums(np.array([0, 1, 3])),
+    }
+    for scale in (np.float32(0.5), np.float64(0.5), np.float16(0.5), Fraction(1, 2)):
+        assert torch.equal(cqs.attention(query, key, value, scale=scale, **options), expected)

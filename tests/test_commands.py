@@ -1,10 +1,8 @@
 """What the commands refuse, and what they leave behind."""
 
 import argparse
-import errno
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -15,8 +13,9 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -28,11 +27,10 @@ from support.files import written_files
 
 import cqs.patterns as patterns
 from cqs.__main__ import _COMMANDS, main
-from cqs.commands import tensor_files
 from cqs.commands.options import parse_integer
 from cqs.commands.tensor_files import create_tensor
 from cqs.patterns.text import parse_pattern
-from cqs.problem import Problem, check_problem
+from cqs.problem import check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.report.table import Table, show
 from cqs.scheduler import Plan
@@ -79,7 +77,7 @@ def test_doctor_says_how_to_use_a_gpu_that_pytorch_cannot_use(capsys, monkeypatc
         assert verdict.startswith("Not ready: ") and step in next_step
 
 
-@pytest.mark.parametrize("width", [100, 70, 50])
+@pytest.mark.parametrize("width", [100, 50])
 def test_a_terminal_shows_the_words_of_plain_text(capsys, monkeypatch, width):
     command = "simulate --devices 8,64 --kv-heads 8".split()
     assert main(command) == 0
@@ -94,21 +92,28 @@ def test_a_terminal_shows_the_words_of_plain_text(capsys, monkeypatch, width):
         assert drawn == plain  # too narrow for the table
     else:
         text = re.sub(r"\x1b\[\d*m", "", drawn)
-        assert max(map(len, text.splitlines()[3:-1])) <= width and "\u2500" in text
+        assert "\u2500" in text and max(map(len, text.splitlines()[3:-1])) <= width
         assert sorted(re.findall(r"[^\s\u2500-]+", text)) == sorted(re.findall(r"[^\s-]+", plain))
-        assert set(re.findall(r"\x1b\[(\d*)m", drawn)) <= {"0", "1"}, "bold, without colours"
-    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, value)
-            assert main(command) == 0
-            assert capsys.readouterr().out == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(command) == 0
+    assert capsys.readouterr().out == plain
 
 
-def test_tables_need_no_rich(capsys, monkeypatch):
+@pytest.fixture
+def without(monkeypatch):
+    """Hide a package that is installed."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name)
-    )
+
+    def hide(package):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+        )
+
+    return hide
+
+
+def test_tables_need_no_rich(capsys, monkeypatch, without):
+    without("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(Table(["worker", "share"], [["first", "14.3 %"]]))
     assert capsys.readouterr().out == "worker   share\n------  ------\nfirst   14.3 %\n"
@@ -129,8 +134,11 @@ def files(tmp_path, monkeypatch):
     return check_problem(*tensors, is_causal=True)
 
 
+ATTEND = ["attend", "q.npy", "k.npy", "v.npy", "o.npy"]
+
+
 def run_attend(*options):
-    return main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--tasks=7", *options])
+    return main([*ATTEND, "--causal", "--tasks=7", *options])
 
 
 @pytest.mark.parametrize("command", ["plan", "report", "simulate"])
@@ -150,7 +158,7 @@ def test_commands_share_a_vocabulary(command, causal, prefix):
     [
         (["plan", "--seqlen", "4", "--tasks", "7", "--json"], "7 tasks for 4 tokens"),
         (["simulate", "--seqlen", "4", "--devices", "2,7"], "7 devices for 4 tokens"),
-        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "70"], "70 tasks for 60 tokens"),
+        ([*ATTEND, "--tasks", "70"], "70 tasks for 60 tokens"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
@@ -174,68 +182,60 @@ def test_integers_are_read_exactly(text, number):
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("command", "message"),
     [
-        (["plan", "--tasks", "1e8"], "num_tasks"),
-        (["plan", "--tasks", "1e8", "--json"], "num_tasks"),
-        (["plan", "--tasks", "9" * 400], "num_tasks"),
-        (["plan", "--tasks", "1025", "--json", "tasks"], "--tasks with --json tasks"),
-        (["plan", "--interest-sets", "1025"], "num_tasks"),
-        (["plan", "--tasks", "100000", "--interest-set", "traffic"], "num_tasks"),
-        (["plan", "--tasks", "5000", "--picture", "plan.png"], "--tasks"),
-        (["plan", "--tasks", "2000", "--pattern", "causal()"], "num_tasks"),
-        (["plan", "--seqlen", "1" + "0" * 30], "seqlen_q"),
-        (["plan", "--interest-set", "0,1,1" + "0" * 30], "interest_set"),
-        (["plan", "--tasks", "250K", "--interest-set", ",".join(["0"] * 9000)], "interest_set"),
-        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "1e8"], "num_tasks"),
-        (["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--tasks", "5000"], "num_tasks"),
-        (["demo", "--tasks", "1e8"], "num_tasks"),
-        (["report", "--tasks", "1e8"], "--tasks"),
-        (["demo", "--seqlen", "1e17"], "too little memory"),
-        (["simulate", "--devices", "1e8"], "--devices"),
+        ("plan --tasks 1e8", "num_tasks must be at most"),
+        ("plan --tasks 1025 --json tasks", "--tasks with --json tasks must be at most"),
+        ("plan --tasks 5000 --picture plan.png", "--tasks with --picture must be at most"),
+        ("plan --tasks 2000 --pattern causal()", "num_tasks must be at most"),
+        ("plan --tasks 100000 --interest-set traffic", "num_tasks must be at most"),
+        (f"plan --tasks 250K --interest-set {','.join('0' * 9000)}", "interest_set must have at"),
+        (f"plan --interest-set 0,1,1{'0' * 30}", "interest_set must lie in range(7)"),
+        ("plan --interest-sets 1025", "num_tasks must be at most"),
+        ("plan --interest-sets 0", "num_tasks must be at least 1"),
+        ("plan --interest-sets 9 --json", "must be without --json and --picture"),
+        (f"plan --seqlen 1{'0' * 30}", "seqlen_q must be at most"),
+        ("plan --rows 0", "--rows must be at least 1"),
+        ("plan --pattern per_head([[causal(),strided(2)]])", "differs by head"),
+        ("attend q.npy k.npy v.npy o.npy --tasks 1e8", "num_tasks must be at most"),
+        ("attend q.npy k.npy v.npy o.npy --tasks 5000", "num_tasks must be at most"),
+        ("attend q.npy k.npy v.npy o.npy --resume run", "go with --budget"),
+        ("attend q.npy k.npy v.npy o.npy --budget 1MB --tasks 3", "--budget cannot be combined"),
+        ("demo --tasks 1e8", "num_tasks must be at most"),
+        ("demo --seqlen 1e17", "too little memory"),
+        ("report --tasks 1e8", "--tasks must be at most"),
+        ("report --tasks 3,0", "--tasks must be at least 1, got 0"),
+        ("report --seqlen 0", "--seqlen must be at least 1, got 0"),
+        ("report --heads 3 --kv-heads 2", "num_heads must be a positive multiple"),
+        ("report --seed -1", "--seed must be at least 0, got -1"),
+        ("report --pattern strided(", "is no expression"),
+        ("report --workers 2", "--executor must be ray with --workers"),
+        ("simulate --devices 1e8", "--devices must be at most"),
     ],
-    ids=str,
+    ids=lambda text: text[:50],
 )
-def test_more_work_than_can_be_done_is_refused_at_once(files, capsys, options, name):
+def test_impossible_options_are_refused_at_once(files, capsys, command, message):
     start = time.process_time()
-    assert main(options) == 2
+    assert main(command.split()) == 2
     assert time.process_time() - start < 10
     output, error = capsys.readouterr()
-    assert (
-        output == ""
-        and name in error
-        and ("at most" in error or "memory" in error)
-        or "range(" in error
-    )
-    assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
-
-
-@pytest.mark.slow
-def test_plans_of_many_workers_show_their_first_tasks(capsys):
-    start = time.process_time()
-    assert main(["plan", "--tasks", "10000"]) == 0
-    assert time.process_time() - start < 30
-    title, header, rule, *rows, more = capsys.readouterr().out.splitlines()
-    assert "10000 tasks" in title and header.split()[0] == "task"
-    assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
-    assert len(rows) == 16 and str(10_000 - len(rows)) in more
-    assert main("plan --seqlen 31K --tasks 31 --rows 40".split()) == 0
-    *_, last, ratio, tokens = capsys.readouterr().out.splitlines()
-    assert last.split()[0] == "30" and float(ratio.split()[-1]) == pytest.approx(31, rel=0.01)
-    assert tokens.startswith("tokens of a task: longest 6,144, shortest 6,144,")
+    assert output == "" and message in error
+    assert sorted(map(str, Path().rglob("*.*"))) == ["k.npy", "q.npy", "v.npy"]
 
 
 def test_plans_are_summarised_by_the_tokens_of_their_tasks(capsys):
     assert main("plan --seqlen 7000 --tasks 7 --causal --rows 2".split()) == 0
-    *_, more, _, tokens, first, second = capsys.readouterr().out.splitlines()
-    assert more == "... and 5 tasks more"
+    title, header, _, *rows, more, ratio, tokens, first, second = (
+        capsys.readouterr().out.splitlines()
+    )
+    assert "7 tasks" in title and header.split()[0] == "task"
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert more == "... and 5 tasks more" and float(ratio.split()[-1]) == pytest.approx(7, 0.01)
     assert tokens == (
         "tokens of a task: longest 3,000, shortest 2,000, mean 2,714.3, standard deviation 451.8"
     )
     assert first.split()[:4] == ["2,000", "..", "2,100", "2"]
     assert second.split()[:4] == ["2,909", "..", "3,000", "5"]
-    assert main(["plan", "--rows", "0"]) == 2
-    assert "--rows must be at least 1" in capsys.readouterr().err
 
 
 def test_stored_interest_sets_are_listed_and_chosen(capsys):
@@ -244,40 +244,25 @@ def test_stored_interest_sets_are_listed_and_chosen(capsys):
     assert header.split()[:3] == ["interest", "set", "longest"] and len(rows) == 16
     assert [row.endswith("*") for row in rows] == [True] + [False] * 15
     rows = [row.removesuffix("*") for row in rows]
-    assert main("plan --interest-sets 0".split()) == 2
-    assert main("plan --interest-sets 9 --json".split()) == 2
-    assert main("plan --interest-sets 9 --picture sets.png".split()) == 2
-    assert "num_tasks must be" in capsys.readouterr().err
     least = min(rows, key=lambda row: float(row.split()[-2].replace(",", "")))
     assert main("plan --tasks 9 --seqlen 1000 --causal --interest-set traffic".split()) == 0
     chosen = ", ".join(least.split()[:4])
     assert f"interest set ({chosen})" in capsys.readouterr().out
 
 
-def test_rows_are_read_from_files_of_bounded_size_alone(tmp_path, monkeypatch, capsys):
+def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    os.mkdir("report")
-    with open("report/rows.jsonl", "w") as file:
-        file.truncate(10 * 2**30)
-    assert main(["report", "--out", "report"]) == 2
-    assert "must have at most 67108864 bytes, got 10737418240" in capsys.readouterr().err
-    os.remove("report/rows.jsonl")
-    os.mkfifo("report/rows.jsonl")
-    assert main(["report", "--out", "report"]) == 2
-    assert "must be a regular file" in capsys.readouterr().err
-    os.remove("report/rows.jsonl")
-    with open("report/rows.jsonl", "w") as file:
-        file.write("[" * 100_000)
-    assert main(["report", "--out", "report"]) == 2
+    Path("rows.jsonl").write_text("[" * 100_000)
+    assert main(["report", "--out", "."]) == 2
     assert "rows.jsonl', line 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_unbuffered", [False, True])
-@pytest.mark.parametrize("arguments", ["plan --tasks 700", "plan --json", "simulate"])
-def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, is_unbuffered):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["plan --tasks 700", "simulate"])
+def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, unbuffered):
     command = [sys.executable, "-m", "cqs", *arguments.split()]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -290,26 +275,10 @@ def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, is_unbuffe
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(files, closed):
-    command = [sys.executable, "-m", "cqs", "attend", "q.npy", "k.npy", "v.npy", "o.npy"]
-    script = f"{shlex.join(command)} {closed}"
+    script = f"{shlex.join([sys.executable, '-m', 'cqs', *ATTEND])} {closed}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert np.load("o.npy").shape == (1, 4, 60, 8)
-
-
-@pytest.mark.parametrize("command", [name for name in _COMMANDS if name != "demo"])
-def test_every_command_works_without_standard_streams(files, monkeypatch, command):
-    options = {
-        "attend": ["q.npy", "k.npy", "v.npy", "o.npy"],
-        "report": ["--seqlen=60", "--tasks=1", "--repeats=1", "--head-dim=8"],
-    }
-    monkeypatch.setattr("cqs.commands.report.write_report", lambda *_: None)
-    with monkeypatch.context() as patched:
-        for name in ("stdin", "stdout", "stderr"):
-            patched.setattr(sys, name, None)
-        assert main([command, *options.get(command, [])]) == 0
-        for name in ("stdin", "stdout", "stderr"):
-            getattr(sys, name).close()
 
 
 @pytest.mark.parametrize("picture", ["", "plan.xyz", "plan", "nowhere/plan.png", "folder.png"])
@@ -321,9 +290,8 @@ def test_impossible_pictures_are_refused_before_the_work(capsys, tmp_path, monke
     assert output == "" and picture in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, capsys, suffix):
-    path = tmp_path / f"plan.{suffix}"
+def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, capsys):
+    path = tmp_path / "plan.png"
     command = ["plan", "--seqlen", "70", "--picture", str(path)]
     assert main(command) == 0
     before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -336,7 +304,10 @@ def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path,
     assert "File too large" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+SUFFIXES = pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+
+
+@SUFFIXES
 def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path, suffix):
     target = str(tmp_path / f"o.{suffix}")
     with create_tensor(target, "output", (1, 1, 4, 5), torch.float32) as first:
@@ -349,38 +320,18 @@ def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path, suffix):
     assert os.listdir(tmp_path) == [f"o.{suffix}"]
 
 
-@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+@SUFFIXES
 def test_space_is_taken_before_the_work(tmp_path, monkeypatch, suffix):
     target = str(tmp_path / f"o.{suffix}")
     with create_tensor(target, "output", (1, 1, 1000, 1000), torch.float32):
         (partial,) = os.scandir(tmp_path)
         assert partial.stat().st_blocks * 512 >= 4_000_000
-
-    def fail(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(ValueError, match="cannot write output to .*No space left"):
-        with create_tensor(target, "output", (1, 1, 1000, 1000), torch.float32):
-            pytest.fail("there is no space")
-    assert os.listdir(tmp_path) == [f"o.{suffix}"]
-
-
-@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
-def test_an_interrupt_just_after_a_file_was_made_removes_it(tmp_path, monkeypatch, suffix):
-    make = tensor_files._make_file
-
-    def make_and_interrupt(*arguments):
-        make(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tensor_files, "_make_file", make_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        with create_tensor(
-            str(tmp_path / f"o.{suffix}"), "output", (1, 1, 1000, 10), torch.float32
-        ):
-            pytest.fail("it was interrupted")
-    assert not os.listdir(tmp_path)
+    for error, raised in ((OSError("No space left"), ValueError), (KeyboardInterrupt, None)):
+        monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=error))
+        with pytest.raises(raised or error):
+            with create_tensor(target, "output", (1, 1, 1000, 1000), torch.float32):
+                pytest.fail("there is no space")
+        assert os.listdir(tmp_path) == [f"o.{suffix}"]
 
 
 def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
@@ -404,30 +355,13 @@ def test_failures_end_in_one_line_and_status_1(files, monkeypatch, capsys):
     ids=["tasks", "budget"],
 )
 def test_attend_says_shapes_tasks_backend_and_time(files, capsys, options, tasks):
-    assert (
-        main(["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--backend=reference", *options]) == 0
-    )
+    assert main([*ATTEND, "--backend=reference", *options]) == 0
     *inputs, how, output = capsys.readouterr().out.splitlines()
     shape = "[batch 1, heads 4, tokens 60, dim 8] torch.float32"
     assert inputs == [f"{name} {shape}" for name in ("query", "key", "value")]
     expected = rf"tasks: {tasks}, backend: reference, [\d.]+ s from files to file"
     assert re.fullmatch(expected, how)
     assert output == f"o.npy: {shape}"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (np.asfortranarray, r"four dimensions in C order .* in Fortran order"),
-        (lambda array: array.astype(array.dtype.newbyteorder()), r"got .*>f"),
-        (lambda array: array[0], r"four dimensions in C order .*\(4, 60, 8\)"),
-    ],
-    ids=["Fortran order", "byte order", "three dimensions"],
-)
-def test_arrays_that_cannot_be_mapped_are_refused_by_name(files, capsys, change, message):
-    np.save("k.npy", change(np.load("k.npy")))
-    assert main(["attend", "q.npy", "k.npy", "v.npy", "o.npy"]) == 2
-    assert re.match(f"cqs attend: 'k.npy' must have .*{message}", capsys.readouterr().err)
 
 
 def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
@@ -439,48 +373,26 @@ def test_attend_finds_a_wrong_answer(files, monkeypatch, capsys):
     assert not os.path.exists("o.npy")
 
 
-@pytest.mark.ray
-def test_attend_on_ray_writes_into_the_file(files, ray_session, monkeypatch):
-    text = "per_head([[strided(4), causal(), fixed(8, 1), block_diagonal(16)]])"
-    options = "--executor", "ray", "--verify", "--lse", "lse.npy", "--pattern", text
-    with monkeypatch.context() as patch:
-        patch.delattr(Problem, "empty_answer")
-        assert run_attend(*options) == 0
-    pattern = parse_pattern(text) & patterns.causal()
-    problem = check_problem(files.query, files.key, files.value, pattern=pattern)
-    output, lse = attend(problem, num_tasks=7)
-    torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output)
-    torch.testing.assert_close(torch.from_numpy(np.load("lse.npy")), lse)
-    assert sorted(os.listdir()) == ["k.npy", "lse.npy", "o.npy", "q.npy", "v.npy"]
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        patterns.dilated(3, 0, 4) & patterns.causal(),
-        patterns.strided(8) - (patterns.fixed(8, 1) | patterns.block_diagonal(4)),
-        patterns.global_tokens([0, 1, 5]),
-        patterns.longformer(6, [0, 70]),
-        patterns.bigbird(block=16, seed=5),
-        patterns.documents([0, 3, 9], is_causal=False),
-    ],
-    ids=repr,
-)
-def test_patterns_are_read_as_they_print(pattern):
-    assert parse_pattern(repr(pattern)) == pattern
-
-
 @pytest.mark.parametrize(
     "text",
     [
+        "dilated(3, 0, 4) & causal()",
+        "strided(8) - (fixed(8, 1) | block_diagonal(4))",
+        "global_tokens([0, 1, 5])",
+        "longformer(6, [0, 70])",
+        "bigbird(block=16, seed=5)",
+        "documents([0, 3, 9], is_causal=False)",
         "block_sparse([[1, 0], [1, 1]], 4)",
         "from_mask([[True], [False]])",
         "acsr([0, 1], (1, 1), [1, 1])",
         "per_head([[causal(), strided(3)]])",
     ],
 )
-def test_patterns_of_lists_are_read(text):
-    assert parse_pattern(text) == eval(text, vars(patterns))
+def test_patterns_are_read_as_they_print(text):
+    pattern = eval(text, vars(patterns))
+    assert parse_pattern(text) == pattern
+    if "<" not in repr(pattern):  # which stands for many elements
+        assert parse_pattern(repr(pattern)) == pattern
 
 
 @pytest.mark.parametrize(
@@ -490,23 +402,21 @@ def test_patterns_of_lists_are_read(text):
         ("x = causal()", "is no expression"),
         ("[causal()]", r"is no pattern but \[causal"),
         ("causal", "'causal' is neither a literal nor a call of"),
-        ("__import__('os').abort()", "is neither a literal nor a call of"),
         ("open('owned', 'w')", "is neither a literal nor a call of"),
         ("causal().__class__", "is neither a literal nor a call of"),
         ("patterns.causal()", "is neither a literal nor a call of"),
         ("(lambda: causal())()", "is neither a literal nor a call of"),
         ("strided([i for i in [3]][0])", "is neither a literal nor a call of"),
         ("strided(*[3])", "is neither a literal nor a call of"),
-        ("strided(2 ** 3)", "is neither a literal nor a call of"),
         ("causal() | 3", "is neither a literal nor a call of"),
         ("strided(0)", "stride must be at least 1, got 0"),
         ("global_tokens([*range(0, 1000000000, 2)])", "what a star unpacks must have at most"),
         ("documents(range(0, 100000000000))", "cu_seqlens must have at most"),
-        ("acsr(range(100000000000), [1], [1])", "must have at most"),
         ("|".join(f"global_tokens([{i}])" for i in range(300)), "at most 100 levels deep"),
         ("strided()", "missing 1 required positional argument"),
         ("|".join(["causal()"] * 10_000), "nested too deeply|is no expression"),
     ],
+    ids=lambda text: text[:50],
 )
 def test_everything_else_is_refused_in_one_line(tmp_path, monkeypatch, capsys, text, message):
     monkeypatch.chdir(tmp_path)
@@ -529,28 +439,30 @@ def test_plans_of_patterns_are_shown(tmp_path, capsys):
         capsys.readouterr().out, patterns.sliding_window(9, 5) & patterns.causal()
     )
     assert plan.live_pairs == 700 * 10 - 45
-    assert main(["plan", "--pattern", "per_head([[causal(), strided(2)]])"]) == 2
-    assert "differs by head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "executor"),
     [
-        "sliding_window(20, 5) | global_tokens(2)",
-        "per_head([[strided(4), causal(), fixed(8, 1), block_diagonal(16)]])",
+        ("sliding_window(20, 5) | global_tokens(2)", "local"),
+        ("per_head([[strided(4), causal(), fixed(8, 1), block_diagonal(16)]])", "local"),
+        pytest.param("strided(4)", "ray", marks=pytest.mark.ray),
     ],
 )
-def test_attend_takes_patterns(files, assert_right, text):
-    assert run_attend("--pattern", text, "--verify", "--lse", "lse.npy") == 0
+def test_attend_takes_patterns(files, request, assert_right, text, executor):
+    if executor == "ray":
+        request.getfixturevalue("ray_session")
+    options = "--pattern", text, "--executor", executor, "--verify", "--lse", "lse.npy"
+    assert run_attend(*options) == 0
     pattern = parse_pattern(text) & patterns.causal()
     problem = check_problem(files.query, files.key, files.value, pattern=pattern)
     found = (torch.from_numpy(np.load(f"{name}.npy")) for name in ("o", "lse"))
     assert_right(problem, tuple(found))
+    assert sorted(os.listdir()) == ["k.npy", "lse.npy", "o.npy", "q.npy", "v.npy"]
 
 
-BUDGETED = ["attend", "q.npy", "k.npy", "v.npy", "o.npy", "--causal", "--budget", "100KB"]
-BUDGETED += ["--device", "cpu"]
-WITHOUT_BUDGET = BUDGETED[:6]
+WITHOUT_BUDGET = [*ATTEND, "--causal"]
+BUDGETED = [*WITHOUT_BUDGET, "--budget", "100KB", "--device", "cpu"]
 COMMANDS = pytest.mark.parametrize(
     "command",
     [BUDGETED, WITHOUT_BUDGET, [*BUDGETED, "--resume", "run"]],
@@ -558,45 +470,47 @@ COMMANDS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Interrupt the next command after some blocks."""
-    from cqs.executors.streaming import executor as streamed
+@contextmanager
+def interrupted_at(number):
+    """Interrupt a command after some blocks."""
+    from cqs.executors.streaming import executor
 
-    @contextmanager
-    def interrupted(number):
-        look, calls = streamed._fingerprints, itertools.count()
-
-        def stop(sources):
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            return look(sources)
-
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(streamed, "_fingerprints", stop)
-            yield
-
-    return interrupted
+    calls = [*[DEFAULT] * number, KeyboardInterrupt]
+    look = Mock(wraps=executor._fingerprints, side_effect=calls)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(executor, "_fingerprints", look)
+        yield
 
 
-def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, interrupt, capsys):
-    problem, names = files, sorted(os.listdir())
-    with interrupt(4):
-        main([*BUDGETED, "--resume", "run"])
-    (partial,) = set(os.listdir()) - {*names, "run"}
+def test_attend_keeps_a_budget_and_goes_on_where_it_was_stopped(files, capsys):
+    resumed, mine = [*BUDGETED, "--resume", "run"], {"o.npy.partial.npy", "run.partial"}
+    for name in mine:
+        Path(name).write_text("mine")
+    before = set(os.listdir())
+    for number, command in ((1, resumed), (3, BUDGETED)):
+        with interrupted_at(number):
+            main(command)
+        assert set(os.listdir()) == before, "nothing was final"
+    with interrupted_at(4):
+        main(resumed)
+    (partial,) = set(os.listdir()) - {*before, "run"}
     output = capsys.readouterr().err
     assert os.path.realpath("run") in output and partial in output
     for other in ("other.npy", f"{partial}.npy", "o.safetensors"):
-        assert main([*BUDGETED[:4], other, *BUDGETED[5:], "--resume", "run"]) == 2
+        assert main([*resumed[:4], other, *resumed[5:]]) == 2
         assert repr(other) in capsys.readouterr().err
-    assert main([*BUDGETED, "--resume", "run", "--verify"]) == 0
-    assert sorted(os.listdir()) == sorted([*names, "o.npy"])
-    output, _ = attend(problem)
+    content = Path(partial).read_bytes()
+    Path(partial).write_bytes(content[:-3])
+    for _ in range(2):
+        assert main(resumed) == 2
+        assert partial in capsys.readouterr().err.splitlines()[-1]
+        Path(partial).unlink(missing_ok=True)
+    Path(partial).write_bytes(content)
+    assert main([*resumed, "--verify"]) == 0
+    assert set(os.listdir()) == {*before, "o.npy"}
+    output, _ = attend(files)
     torch.testing.assert_close(torch.from_numpy(np.load("o.npy")), output, atol=1e-6, rtol=1e-5)
-    assert main([*BUDGETED, "--tasks", "3"]) == 2
-    assert "--budget cannot be combined" in capsys.readouterr().err
-    assert main([*WITHOUT_BUDGET, "--resume", "run"]) == 2
-    assert "go with --budget" in capsys.readouterr().err
+    assert all(Path(name).read_text() == "mine" for name in mine)
 
 
 @pytest.mark.slow
@@ -611,7 +525,7 @@ def test_a_path_that_is_no_text_is_printed_as_it_is(files):
     assert os.path.exists(path)
 
 
-def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, interrupt, capsys):
+def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, capsys):
     before = set(os.listdir())
     if (child := os.fork()) == 0:
         rename = os.replace
@@ -632,54 +546,10 @@ def test_attend_goes_on_after_a_kill_between_the_rename_and_the_end(files, inter
     assert main([*BUDGETED, "--resume", "run"]) == 2
     assert "missing" in capsys.readouterr().err, "a file of that name that another has made"
     os.replace("mine.npy", "o.npy")
-    with patched_blocks() as blocks:
-        assert main([*BUDGETED, "--resume", "run"]) == 0
-    assert not blocks, "nothing is computed again"
-    assert set(os.listdir()) == before | {"o.npy"}
-    assert Path("o.npy").read_bytes() == content
-
-
-@contextmanager
-def patched_blocks():
-    """List the blocks that are computed."""
-    from cqs.executors.streaming.checkpoint import Checkpoint
-
-    add, blocks = Checkpoint.add, []
-
-    def note(self, plan, block, results):
-        blocks.append(block)
-        add(self, plan, block, results)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Checkpoint, "add", note)
-        yield blocks
-
-
-@pytest.mark.slow
-def test_attend_goes_on_with_no_file_but_its_own(files, interrupt, capsys):
-    names = {"o.npy.partial.npy", "run.lse.npy", "run.partial"}
-    for name in names:
-        Path(name).write_text("mine")
-    before = set(os.listdir())
-    with interrupt(1):
-        main([*BUDGETED, "--resume", "run"])
-    with interrupt(3):
-        main(BUDGETED)
-    assert set(os.listdir()) == before, "nothing was final"
-    with interrupt(4):
-        main([*BUDGETED, "--resume", "run"])
-    (partial,) = set(os.listdir()) - before - {"run"}
-    content = Path(partial).read_bytes()
-    os.unlink(partial)
-    assert main([*BUDGETED, "--resume", "run"]) == 2
-    assert partial in capsys.readouterr().err.splitlines()[-1]
-    Path(partial).write_bytes(content[:-3])
-    assert main([*BUDGETED, "--resume", "run"]) == 2
-    assert partial in capsys.readouterr().err.splitlines()[-1] and os.path.exists(partial)
-    Path(partial).write_bytes(content)
+    inode = os.stat("o.npy").st_ino
     assert main([*BUDGETED, "--resume", "run"]) == 0
-    assert set(os.listdir()) == before | {"o.npy"}
-    assert all(Path(name).read_text() == "mine" for name in names)
+    assert set(os.listdir()) == before | {"o.npy"} and os.stat("o.npy").st_ino == inode
+    assert Path("o.npy").read_bytes() == content
 
 
 @COMMANDS
@@ -745,52 +615,59 @@ def test_attend_takes_regular_files_alone(files, capsys, monkeypatch, command, n
     assert sorted(os.listdir()) == before
 
 
-def array(shape, descr="'<f4'"):
-    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+def array(shape="(1, 4, 60, 8)", descr="'<f4'", is_fortran=False):
+    header = f"{{'descr': {descr}, 'fortran_order': {is_fortran}, 'shape': {shape}, }}"
+    header = header.ljust(117) + "\n"
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
     return content + bytes(4 * 60 * 8 * 4)
 
 
 @COMMANDS
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        array("(1, 4, -60, 8)"),
-        array(f"(1, 4, {10**30}, 8)"),
-        array("(1, 4, 60.0, 8)"),
-        array("(1, 4, 60, 8)", "'|O'"),
-        array("(1, 4, 60, 8)", "'<i4'"),
-        array("(" * 60),
-        array("'''"),
-        array("(1, 4, 60, 8)")[:50],
-        b"\x93NUMPY\x07\x00",
-        b"",
+        (array(is_fortran=True), "four dimensions in C order .* in Fortran order"),
+        (array("(4, 60, 8)"), r"four dimensions in C order .*\(4, 60, 8\)"),
+        (array(descr="'>f4'"), "got .*>f"),
+        (array(descr="'|O'"), ""),
+        (array(descr="'<i4'"), "got torch.int32"),
+        (array("(1, 4, -60, 8)"), ""),
+        (array(f"(1, 4, {10**30}, 8)"), ""),
+        (array("(1, 4, 60.0, 8)"), ""),
+        (array("(" * 60), ""),
+        (array("'''"), ""),
+        (array()[:50], ""),
+        (b"\x93NUMPY\x07\x00", ""),
+        (b"", ""),
     ],
     ids=lambda content: str(content[10:80]),
 )
-def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content):
+def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content, message):
     Path("k.npy").write_bytes(content)
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert error.startswith("cqs attend: ") and error.count("\n") == 1
+    assert re.match(f"cqs attend: .*{message}", error) and error.count("\n") == 1
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 
+ROW = Measurement("b", "c", "d", 1, "e", "f", 1, 1, 1, 1, 1, commit="")
+
+
 def test_rows_that_do_not_fit_on_the_disk_are_not_begun(tmp_path):
-    path, row = tmp_path / "rows.jsonl", Measurement("b", "c", "d", 1, "e", "f", 1, 1, 1, 1, 1)
-    append_rows([row], str(path))
+    path = tmp_path / "rows.jsonl"
+    append_rows([ROW], str(path))
     before = path.read_bytes()
     if (child := os.fork()) == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100,) * 2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         try:
-            append_rows([row, row], str(path))
+            append_rows([ROW, ROW], str(path))
         except OSError:
             os._exit(3)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert path.read_bytes() == before
-    append_rows([row], str(path))
+    append_rows([ROW], str(path))
     assert len(path.read_bytes().splitlines()) == 2
 
 
@@ -799,7 +676,7 @@ def test_rows_of_several_processes_do_not_mix(tmp_path):
     children = []
     for name in "xyz":
         if (child := os.fork()) == 0:
-            row = Measurement(name * 9999, "c", "d", 1, "e", "f", 1, 1, 1, 1, 1, commit="")
+            row = replace(ROW, benchmark=name * 9999)
             for _ in range(30):
                 append_rows([row, row], str(path))
             os._exit(0)
@@ -810,11 +687,10 @@ def test_rows_of_several_processes_do_not_mix(tmp_path):
 
 
 def test_a_row_without_an_end_stays_a_row(tmp_path):
-    row = Measurement("b", "c", "d", 1, "e", "f", 1.0, 1.0, 1.0, 1.0, 1)
     path = tmp_path / "rows.jsonl"
-    append_rows([row], str(path))
+    append_rows([ROW], str(path))
     path.write_text(path.read_text().rstrip("\n"))
-    append_rows([row, row], str(path))
+    append_rows([ROW, ROW], str(path))
     assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["c"] * 3
 
 
@@ -831,11 +707,8 @@ def test_the_demo_kills_a_worker(capsys):
     assert "float64 on sampled rows: correct" in compared
 
 
-def test_the_demo_runs_without_ray(capsys, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
-    )
+def test_the_demo_runs_without_ray(capsys, without):
+    without("ray")
     assert main(["demo", "--seqlen", "300"]) == 0
     printed = capsys.readouterr()
     assert "without Ray one process computes all tasks" in printed.out

@@ -35,14 +35,14 @@ class Kernel:
 
     arg_names = ("query", "described", "both", "table", "rows", "BLOCK")
 
-    def __init__(self, is_loaded=True):
-        self.is_loaded, self.first, self.later = is_loaded, [], []
+    def __init__(self):
+        self.function, self.first, self.later = "function", [], []
 
     def __getitem__(self, grid):
         def launch(*arguments, BLOCK, num_warps):
             self.first.append((grid, *arguments, BLOCK))
             return SimpleNamespace(
-                function="function" if self.is_loaded else None,
+                function=self.function,
                 packed_metadata="metadata",
                 launch_metadata=lambda grid, stream, *_: (grid, stream),
                 run=lambda *all_arguments: self.later.append(all_arguments),
@@ -52,9 +52,10 @@ class Kernel:
 
 
 @pytest.fixture
-def driver(monkeypatch):
+def kernel(monkeypatch):
     driver = SimpleNamespace(get_current_stream=lambda device: 7)
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=driver))
+    return Kernel()
 
 
 def launch(launcher, query, key, table, block=16):
@@ -70,10 +71,8 @@ def draw(rows=4):
     return torch.randn(rows, 8)
 
 
-@pytest.mark.usefixtures("driver")
-def test_later_launches_bind_their_own_tensors():
-    kernel, table = Kernel(), draw()
-    launcher = Launcher(kernel)
+def test_later_launches_bind_their_own_tensors(kernel):
+    launcher, table = Launcher(kernel), draw()
     same, (query, key) = draw(), (draw(), draw())
     launch(launcher, same, same, table)  # one tensor as both arguments
     launch(launcher, query, key, table)
@@ -98,61 +97,56 @@ class Damaged(Kernel):
         return super().__getitem__(grid)
 
 
-@pytest.mark.usefixtures("driver")
 def test_a_kernel_whose_cache_is_damaged_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    kernel, table = Damaged(), draw()
-    launch(Launcher(kernel), draw(), draw(), table)
+    kernel = Damaged()
+    launch(Launcher(kernel), draw(), draw(), draw())
     assert len(kernel.first) == 1 and triton.knobs.cache.manager_class is None
 
 
-@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_of_profilers_see_later_launches(name, monkeypatch):
+def test_hooks_of_profilers_see_later_launches(kernel, name, monkeypatch):
     hooks = {"launch_enter_hook": HookChain(), "launch_exit_hook": HookChain()}
     hooks[name].add(print)
     for each, chain in hooks.items():
         monkeypatch.setattr(triton.knobs.runtime, each, chain)
-    kernel, table = Kernel(), draw()
-    launcher = Launcher(kernel)
+    launcher, table = Launcher(kernel), draw()
     for _ in range(2):
         launch(launcher, draw(), draw(), table)
     assert kernel.later[0][6:9] == (((4, 2, 1), 7), *hooks.values())
 
 
-def others(table):
+def test_other_signatures_are_launched_anew(kernel):
+    launcher, table = Launcher(kernel), draw()
     offset = torch.randn(33)[1:].view(4, 8)  # not aligned to 16 bytes
-    yield draw(), draw(), draw(), 16
-    yield draw(), draw(), table, 32
-    yield draw(5), draw(), table, 16
-    yield draw().double(), draw(), table, 16
-    yield draw(), offset, table, 16
-    yield torch.randn(4, 16)[:, :8], draw(), table, 16
-
-
-@pytest.mark.usefixtures("driver")
-def test_other_signatures_are_launched_anew():
-    kernel, table = Kernel(), draw()
-    launcher = Launcher(kernel)
-    launch(launcher, draw(), draw(), table)
-    for number, (query, key, of_table, block) in enumerate(others(table), 2):
-        launch(launcher, query, key, of_table, block)
+    for number, given in enumerate(
+        [
+            (draw(), draw(), table),
+            (draw(), draw(), draw()),
+            (draw(), draw(), table, 32),
+            (draw(5), draw(), table),
+            (draw().double(), draw(), table),
+            (draw(), offset, table),
+            (torch.randn(4, 16)[:, :8], draw(), table),
+        ],
+        1,
+    ):
+        launch(launcher, *given)
         assert len(kernel.first) == number and not kernel.later
 
 
-@pytest.mark.usefixtures("driver")
-def test_launches_with_copies_and_of_interpreted_kernels_are_not_prepared():
-    for kernel, key in ((Kernel(), torch.randn(8, 4).T), (Kernel(is_loaded=False), draw())):
-        launcher, table = Launcher(kernel), draw()
-        for number in (1, 2):
-            launch(launcher, draw(), key, table)
-            assert len(kernel.first) == number and not kernel.later
+@pytest.mark.parametrize("way", ["copied", "interpreted"])
+def test_launches_with_copies_and_of_interpreted_kernels_are_not_prepared(kernel, way):
+    launcher, table = Launcher(kernel), draw()
+    key = torch.randn(8, 4).T if way == "copied" else draw()
+    kernel.function = None if way == "interpreted" else "function"
+    for number in (1, 2):
+        launch(launcher, draw(), key, table)
+        assert len(kernel.first) == number and not kernel.later
 
 
-@pytest.mark.usefixtures("driver")
-def test_launches_keep_only_the_kept_tensors_and_are_bounded():
-    kernel, table = Kernel(), draw()
-    launcher = Launcher(kernel, most=2)
+def test_launches_keep_only_the_kept_tensors_and_are_bounded(kernel):
+    launcher, table = Launcher(kernel, most=2), draw()
     for block in (16, 32, 64, 64, 32, 16):
         query = draw()
         launch(launcher, query, query, table, block)

@@ -24,10 +24,8 @@ def built(tmp_path_factory):
     for folder, options in zip(folders, ([], ["--wheel"]), strict=True):
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, *options]
         subprocess.run([*command, ROOT], check=True, capture_output=True, timeout=120)
-    (sdist,), (wheel,), (other,) = (
-        list(folder.glob(kind))
-        for folder, kind in zip((folders[0], *folders), ("*.tar.gz", "*.whl", "*.whl"), strict=True)
-    )
+    (sdist,) = folders[0].glob("*.tar.gz")
+    (wheel,), (other,) = (list(folder.glob("*.whl")) for folder in folders)
     return sdist, wheel, other
 
 

@@ -1,10 +1,6 @@
-from itertools import pairwise
-
 import pytest
 import torch
-from support.exact import assert_tracks_exact, eager_output, exact_answer
 
-from benchmarks.cases import CASES
 from cqs.partial import (
     Partial,
     RunningMerge,
@@ -14,16 +10,10 @@ from cqs.partial import (
     merge_rows,
     sum_rows,
 )
-from cqs.worker.operands import Operands
-from cqs.worker.reference import REFERENCE
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-CUTS = pytest.mark.parametrize(
-    "cuts", [(128,), (64, 128), (1, 128), (127, 128), (5, 6, 50, 51, 128), (*range(4, 129, 4),)]
-)
-FULL = CASES[0]
 
 
 @pytest.fixture(params=[1, 2**17], ids=["in loops", "by PyTorch"], autouse=True)
@@ -35,22 +25,6 @@ def least_elements(request, monkeypatch):
 ROWS = slice(None)
 
 
-def split(problem, cuts):
-    """Partials over the keys between cuts."""
-    return [
-        REFERENCE.attend(
-            Operands(
-                problem.query,
-                problem.key[:, :, first:last],
-                problem.value[:, :, first:last],
-                is_causal=False,
-                scale=problem.scale,
-            )
-        )
-        for first, last in pairwise((0, *cuts))
-    ]
-
-
 def empty_like(partial):
     """The partial of queries that see no key."""
     return Partial(torch.zeros_like(partial.output), torch.full_like(partial.lse, -torch.inf))
@@ -58,18 +32,6 @@ def empty_like(partial):
 
 def random_partial(dtype=torch.float32, shape=(2, 3, 5, 4)):
     return Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:3], dtype=lse_dtype(dtype)))
-
-
-@DTYPES
-@CUTS
-def test_any_split_of_the_keys_merges_into_the_exact_answer(cuts, dtype):
-    problem = FULL.make(dtype)
-    merged = merge_partials(split(problem, cuts))
-    exact = exact_answer(problem)
-    assert merged.output.dtype == dtype and merged.lse.dtype == lse_dtype(dtype)
-    assert_tracks_exact(merged.output, eager_output(problem), exact.output)
-    error = (merged.lse.double() - exact.lse).abs().max()
-    assert error <= 8 * torch.finfo(merged.lse.dtype).eps * exact.lse.abs().max()
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4, 8e4])
@@ -116,27 +78,6 @@ def test_rows_are_empty_one_by_one():
     assert merged.output.isfinite().all() and merged.lse[:, :, 3:].isfinite().all()
 
 
-def test_nan_stays_in_its_row():
-    partials = [random_partial() for _ in range(3)]
-    undisturbed = merge_partials(partials)
-    partials[1].output[0, 0, 2] = partials[1].lse[0, 0, 2] = torch.nan
-    merged = merge_own(partials)
-    assert merged.output[0, 0, 2].isnan().all() and merged.lse[0, 0, 2].isnan()
-    merged.output[0, 0, 2], merged.lse[0, 0, 2] = undisturbed.output[0, 0, 2], 0
-    undisturbed.lse[0, 0, 2] = 0
-    assert all(map(torch.equal, merged, undisturbed))
-
-
-@DTYPES
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_partials_are_never_written_to(dtype, number):
-    partials = [random_partial(dtype) for _ in range(number)]
-    before = [Partial(*(tensor.clone() for tensor in partial)) for partial in partials]
-    merge_partials(partials)
-    for partial, copy in zip(partials, before, strict=True):
-        assert all(map(torch.equal, partial, copy))
-
-
 def assert_equal_up_to_rounding(found, expected):
     error = 4 * torch.finfo(found.dtype).eps
     torch.testing.assert_close(found, expected, rtol=error, atol=error, equal_nan=True)
@@ -146,6 +87,7 @@ def assert_equal_up_to_rounding(found, expected):
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
 def test_a_running_merge_writes_into_views_and_nowhere_else(dtype, number):
     partials = [random_partial(dtype) for _ in range(number)]
+    copies = [Partial(*map(torch.clone, partial)) for partial in partials]
     storage = random_partial(dtype, (2, 3, 10, 4))
     for tensor in storage:
         tensor.fill_(torch.nan)
@@ -157,6 +99,8 @@ def test_a_running_merge_writes_into_views_and_nowhere_else(dtype, number):
     for tensor, right in zip(storage, expected, strict=True):
         assert_equal_up_to_rounding(tensor[:, :, ::2], right)
         assert tensor[:, :, 1::2].isnan().all()
+    for partial, copy in zip(partials, copies, strict=True):
+        assert all(map(torch.equal, partial, copy))
 
 
 @DTYPES
@@ -264,35 +208,53 @@ def test_rows_without_keys_change_nothing_however_they_are_marked(dtype, lse, ou
                 assert_equal_up_to_rounding(one, other)
 
 
-@pytest.mark.parametrize("lse", [torch.nan, torch.inf])
-def test_an_lse_that_marks_no_empty_row_is_refused(lse):
-    good, bad = random_partial(), random_partial()
-    bad.lse[0, 1, 2] = lse
-    with pytest.raises(ValueError, match="partial 1: lse must be finite, or -inf .* got"):
-        merge_partials([good, bad])
-    with pytest.raises(ValueError, match="partial: lse must be finite"):
-        RunningMerge(Partial(*map(torch.empty_like, good))).add(bad)
+def alike(output, lse, dtype=torch.float32):
+    """Return two partials of these shapes."""
+    return [Partial(torch.randn(output), torch.randn(lse, dtype=dtype))] * 2
 
 
-WRONG_ALIKE = {
-    "lse [b, h, n, 1]": ((1, 4, 6, 8), (1, 4, 6, 1), "lse"),
-    "lse [b, n, h]": ((1, 4, 6, 8), (1, 6, 4), "lse"),
-    "lse [h, n]": ((1, 4, 6, 8), (4, 6), "lse"),
-    "output [b, h, n]": ((1, 4, 6), (1, 4, 6), "output"),
-    "output [b, n, h, d]": ((1, 6, 4, 8), (1, 4, 6), "lse"),
+def other(**tensors):
+    """Return two partials, the second of which has other tensors."""
+    return [random_partial(), random_partial()._replace(**tensors)]
+
+
+REFUSED = {
+    "nothing": ([], "partials must have at least one element"),
+    "lse [b, h, n, 1]": (alike((1, 4, 6, 8), (1, 4, 6, 1)), "partial 0: lse .*batch, num_heads"),
+    "lse [b, n, h]": (alike((1, 4, 6, 8), (1, 6, 4)), "partial 0: lse .*batch, num_heads"),
+    "lse [h, n]": (alike((1, 4, 6, 8), (4, 6)), "partial 0: lse .*batch, num_heads"),
+    "output [b, h, n]": (alike((1, 4, 6), (1, 4, 6)), "partial 0: output .*batch, num_heads"),
+    "output [b, n, h, d]": (alike((1, 6, 4, 8), (1, 4, 6)), "partial 0: lse .*batch, num_heads"),
+    "narrow lse": (alike((1, 4, 6, 8), (1, 4, 6), torch.bfloat16), "float64, got torch.bfloat16"),
+    "output shape": (other(output=torch.ones(2, 3, 4, 4)), r"partial 1: output .*\(2, 3, 4, 4\)"),
+    "lse shape": (other(lse=torch.ones(2, 3, 4)), r"partial 1: lse .* got \(2, 3, 4\)"),
+    "output dtype": (other(output=torch.ones(2, 3, 5, 4).double()), "1: output .* torch.float64"),
+    "lse dtype": (other(lse=torch.ones(2, 3, 5).double()), "partial 1: lse .* torch.float64"),
+    "device": (other(output=torch.ones(2, 3, 5, 4, device="meta")), "1: output .* on meta"),
+    "nan": (other(lse=torch.full((2, 3, 5), torch.nan)), "partial 1: lse must be finite, or -inf"),
+    "inf": (other(lse=torch.full((2, 3, 5), torch.inf)), "partial 1: lse must be finite, or -inf"),
+    "output gradients": (other(output=torch.ones(2, 3, 5, 4).requires_grad_()), "not require grad"),
+    "lse gradients": (other(lse=torch.ones(2, 3, 5).requires_grad_()), "must not require grad"),
 }
 
 
-@pytest.mark.parametrize(("output", "lse", "field"), WRONG_ALIKE.values(), ids=WRONG_ALIKE)
-def test_wrong_shapes_are_refused_where_all_partials_have_them(output, lse, field):
-    parts = [Partial(torch.randn(output), torch.randn(lse)) for _ in range(2)]
-    with pytest.raises(ValueError, match=f"partial 0: {field} must be .*batch, num_heads"):
+@pytest.mark.parametrize(("parts", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_partials_are_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
         merge_partials(parts)
-    with pytest.raises(ValueError, match=f"answer: {field} must be"):
-        RunningMerge(parts[0])
-    parts = [Partial(torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6).bfloat16())] * 2
-    with pytest.raises(ValueError, match="lse must be float32 or float64, got torch.bfloat16"):
-        merge_partials(parts)
+
+
+def test_a_running_merge_refuses_wrong_partials():
+    with pytest.raises(ValueError, match="answer: lse must be"):
+        RunningMerge(REFUSED["lse [b, n, h]"][0][0])
+    merge = RunningMerge(Partial(*map(torch.empty_like, random_partial())))
+    with pytest.raises(ValueError, match="partial: lse must be finite"):
+        merge.add(REFUSED["nan"][0][1])
+
+
+def test_partials_that_require_gradients_are_merged_where_none_are_recorded():
+    with torch.no_grad():
+        merge_partials(REFUSED["output gradients"][0])
 
 
 def test_rows_that_no_partial_answers_are_empty():
@@ -306,37 +268,6 @@ def test_rows_that_no_partial_answers_are_empty():
     for output, lse in answers:
         assert torch.equal(output[:, :, 1:3], partial.output[:, :, 1:3])
         assert (output[:, :, [0, 3, 4]] == 0).all() and (lse[:, :, [0, 3, 4]] == -torch.inf).all()
-
-
-def test_merging_nothing_is_refused():
-    with pytest.raises(ValueError, match="partials must have at least one element"):
-        merge_partials([])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: p._replace(output=p.output[:, :, :4]), r"output .* got \(2, 3, 4, 4\)"),
-        (lambda p: p._replace(lse=p.lse[:, :, :4]), r"lse .* got \(2, 3, 4\)"),
-        (lambda p: p._replace(output=p.output.double()), r"output .* got .* torch.float64"),
-        (lambda p: p._replace(lse=p.lse.double()), r"lse .* got .* torch.float64"),
-        (lambda p: p._replace(output=p.output.to("meta")), r"output .* got .* on meta"),
-    ],
-    ids=["output-shape", "lse-shape", "output-dtype", "lse-dtype", "device"],
-)
-def test_partials_that_disagree_are_refused_by_number(change, message):
-    with pytest.raises(ValueError, match=f"partial 1: {message}"):
-        merge_partials([random_partial(), change(random_partial())])
-
-
-@pytest.mark.parametrize("field", Partial._fields)
-def test_partials_that_require_gradients_are_rejected(field):
-    partials = [Partial(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3)) for _ in range(2)]
-    getattr(partials[1], field).requires_grad_()
-    with pytest.raises(ValueError, match="partial 1 must not require gradients"):
-        merge_partials(partials)
-    with torch.no_grad():
-        merge_partials(partials)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

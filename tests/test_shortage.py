@@ -1,6 +1,8 @@
 """A GPU out of memory: the message names what was predicted, and how many tasks would fit."""
 
 import re
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,24 +18,38 @@ PROBLEM = Case("long", 4096, 4096, 8, 8, 64).make()
 TENSORS = PROBLEM.query, PROBLEM.key, PROBLEM.value
 
 
-def peak(num_tasks, backend):
-    plan = PROBLEM.make_plan(num_tasks)
-    costs = [plan.predict_cost(w, PROBLEM.shape, backend) for w in range(num_tasks)]
-    return max(cost.peak_bytes for cost in costs)
+SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "cudnn", "reference"])
-def test_the_advice_is_the_smallest_number_of_tasks_that_fits(backend):
-    capacity = int(peak(13, backend) / 0.9) + 1
-    message = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity, index=1)
-    needed = PROBLEM.make_plan(3).predict_cost(1, PROBLEM.shape, backend).peak_bytes
+def peaks(problem, num_tasks, backend):
+    """Return the predicted peak of every task."""
+    plan = problem.make_plan(num_tasks)
+    if problem.pattern is None:
+        costs = [plan.predict_cost(w, problem.shape, backend) for w in range(num_tasks)]
+    else:
+        given = problem.shape, backend, problem.bound_pattern
+        costs = [predict_pattern_cost(task, *given) for task in plan.tasks]
+    return [cost.peak_bytes for cost in costs]
+
+
+@pytest.mark.parametrize(
+    ("problem", "backend"),
+    [*product([PROBLEM, SPARSE], ["cpu", "triton", "reference"]), (PROBLEM, "cudnn")],
+    ids=lambda each: each if isinstance(each, str) else str(each.pattern),
+)
+def test_the_advice_is_the_smallest_number_of_tasks_that_fits(problem, backend):
+    plan, limit = problem.make_plan(3), max(peaks(problem, 13, backend))
+    message = explain_shortage(problem, plan, backend, int(limit / 0.9) + 1, index=1)
+    needed = peaks(problem, 3, backend)[1]
     assert f"task 1 of 3 requires {needed / 2**30:.3g} GiB" in message
-    assert f"num_tasks=13 each task would require {peak(13, backend) / 2**30:.3g} GiB: " in message
+    assert f"num_tasks=13 each task would require {limit / 2**30:.3g} GiB: " in message
     assert "attention(..., num_tasks=13)" in message
-    smaller = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, capacity - 8, index=1)
-    assert "num_tasks=21" in smaller
-    hopeless = explain_shortage(PROBLEM, PROBLEM.make_plan(3), backend, 1000, index=1)
+    smaller = explain_shortage(problem, plan, backend, int(limit / 0.9) - 8, index=1)
+    assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
+    hopeless = explain_shortage(problem, plan, backend, 1000, index=1)
     assert hopeless.endswith("No number of tasks up to 993 would help")
+    whole = explain_shortage(problem, plan, "triton", 2**40)
+    assert f"this call requires {peaks(problem, 1, 'triton')[0] / 2**30:.3g} GiB" in whole
 
 
 def test_memory_that_others_occupy_is_named():
@@ -45,48 +61,18 @@ def test_memory_that_others_occupy_is_named():
     assert "num_tasks=" in shared
 
 
-SPARSE = Case("long", 4096, 4096, 8, 8, 64, pattern=longformer(512, 16)).make()
-
-
-def sparse_peaks(num_tasks, backend):
-    return [
-        predict_pattern_cost(task, SPARSE.shape, backend, SPARSE.bound_pattern).peak_bytes
-        for task in SPARSE.make_plan(num_tasks).tasks
-    ]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
-def test_the_advice_knows_the_pattern(backend):
-    plan, needed = SPARSE.make_plan(3), sparse_peaks(3, backend)
-    limit = max(sparse_peaks(13, backend))
-    message = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) + 1, index=1)
-    assert f"task 1 of 3 requires {needed[1] / 2**30:.3g} GiB" in message
-    assert f"num_tasks=13 each task would require {limit / 2**30:.3g} GiB: " in message
-    smaller = explain_shortage(SPARSE, plan, backend, int(limit / 0.9) - 8, index=1)
-    assert "num_tasks=13" not in smaller and "num_tasks=" in smaller
-    whole = explain_shortage(SPARSE, plan, "triton", 2**40)
-    assert f"this call requires {sparse_peaks(1, 'triton')[0] / 2**30:.3g} GiB" in whole
-
-
 def test_plans_that_cannot_fit_are_not_made(monkeypatch):
     """Levelling the work of many tasks takes long; some task holds its share of everything."""
-    made = []
-    monkeypatch.setattr(
-        "cqs.problem._cached_plan",
-        lambda *lengths, num_tasks, **options: (
-            made.append(num_tasks) or cqs.make_plan(*lengths, num_tasks=num_tasks, **options)
-        ),
-    )
+    make = Mock(wraps=cqs.problem._cached_plan)
+    monkeypatch.setattr("cqs.problem._cached_plan", make)
     problem = Case("long", 4096, 4096, pattern=sliding_window(64, 0)).make()
     message = explain_shortage(problem, problem.make_plan(3), "triton", 1000, index=0)
     assert message.endswith("No number of tasks up to 993 would help")
-    assert max(made) == 3
+    assert max(call.kwargs["num_tasks"] for call in make.call_args_list) == 3
 
 
 def test_in_this_process(monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("cqs.executors.local.Worker.run_steps", fail)
     monkeypatch.setattr("cqs.executors.local.memory_of", lambda device: 2**25)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -129,9 +115,12 @@ def test_on_a_gpu(backend):
 
 @pytest.mark.parametrize("num_workers", [1, 4, 9])
 def test_tasks_are_as_many_as_workers_unless_memory_is_too_small(num_workers, caplog):
-    least = max(peak(num_workers, None) / 0.9 + 1, 1)
+    least = max(peaks(PROBLEM, num_workers, None)) / 0.9 + 1
     assert choose_num_tasks(PROBLEM, num_workers, int(least) + 1) == num_workers
     with caplog.at_level("INFO", "cqs"):
-        assert choose_num_tasks(PROBLEM, num_workers, int(peak(13, None) / 0.9) + 1) == 13
+        assert (
+            choose_num_tasks(PROBLEM, num_workers, int(max(peaks(PROBLEM, 13, None)) / 0.9) + 1)
+            == 13
+        )
     assert f"num_tasks=13: the {num_workers} tasks" in caplog.text
     assert choose_num_tasks(PROBLEM, num_workers, 1000) == num_workers

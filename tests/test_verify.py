@@ -1,10 +1,11 @@
-import re
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
+from random import Random
 
 import pytest
 import torch
 from support.exact import attend, exact_answer
-from verify_cases import compute, draw
 
 import cqs
 import cqs.executors.verify
@@ -12,7 +13,7 @@ from benchmarks.cases import CASES
 from cqs.executors import local
 from cqs.executors.verify import VerificationError, verify_rows
 from cqs.partial import Partial
-from cqs.patterns import sliding_window
+from cqs.patterns import dilated, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
 from cqs.worker import worker as worker_module
 from cqs.worker.calls import attend_call
@@ -28,10 +29,6 @@ def right_answer(problem):
     return Partial(exact.output.to(problem.query.dtype), exact.lse.to(lse_dtype))
 
 
-def last_visible_row(problem):
-    return problem.query.shape[2] - 1
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @EVERY_CASE
@@ -41,20 +38,19 @@ def test_right_answers_pass(case, num_tasks, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY_CASE
-def test_rounded_exact_answers_pass(case, dtype):
-    problem = case.make(dtype)
-    verify_rows(problem, right_answer(problem))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@EVERY_CASE
-def test_one_wrong_output_is_found_and_named(case, dtype):
+def test_one_wrong_number_is_found_and_named(case, dtype):
     problem = case.make(dtype)
     answer = right_answer(problem)
-    row = last_visible_row(problem)
-    answer.output[0, 1, row, 2] += 1
-    message = rf"output of batch 0, head 1, row {row} deviates by (1|0\.99|1\.0).*\(.+\)"
-    with pytest.raises(VerificationError, match=message):
+    verify_rows(problem, answer)
+    row = problem.query.shape[2] - 1  # which sees keys in every case
+    spoiled = Partial(answer.output.clone(), answer.lse)
+    spoiled.output[0, 1, row, 2] += 1
+    message = rf"output of batch 0, head 1, row {row} deviates by (1|0\.99).*, more than .* \(.+\)"
+    with pytest.raises(ArithmeticError, match=message):
+        verify_rows(problem, spoiled)
+    relative = 1e-3 if dtype.itemsize > 2 else 1e-2
+    answer.lse[0, 2, row] += relative * (1 + answer.lse[0, 2, row].abs())
+    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} deviates by"):
         verify_rows(problem, answer)
 
 
@@ -69,43 +65,19 @@ def test_the_first_row_is_always_among_the_sampled():
             verify_rows(problem, answer, num_rows=1, seed=5)
 
 
-@EVERY_CASE
-def test_a_wrong_lse_is_found(case):
-    problem = case.make()
-    answer = right_answer(problem)
-    row = last_visible_row(problem)
-    answer.lse[0, 2, row] += 1e-3 * (1 + answer.lse[0, 2, row].abs())
-    with pytest.raises(VerificationError, match=f"lse of batch 0, head 2, row {row} deviates by"):
-        verify_rows(problem, answer)
-
-
-@pytest.mark.parametrize("part", ["output", "lse"])
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "-inf"])
-def test_values_that_are_no_numbers_are_found(part, wrong):
-    problem = BY_NAME["ragged"].make()
+@pytest.mark.parametrize(
+    ("case", "part", "wrong"),
+    [
+        *product(["ragged"], ["output", "lse"], [torch.nan, torch.inf, -torch.inf]),
+        *product(["more-queries-causal"], ["lse"], [torch.nan, 0.0]),  # of a row without keys
+    ],
+)
+def test_values_that_are_no_numbers_are_found(case, part, wrong):
+    problem = BY_NAME[case].make()
     answer = right_answer(problem)
     getattr(answer, part)[0, 0, 0] = wrong
     with pytest.raises(VerificationError, match=f"{part} of batch 0, head 0, row 0"):
         verify_rows(problem, answer)
-
-
-@pytest.mark.parametrize("wrong", [0.0, torch.nan], ids=["zero", "nan"])
-def test_the_lse_of_a_row_without_keys_must_be_minus_infinity(wrong):
-    problem = BY_NAME["more-queries-causal"].make()
-    answer = right_answer(problem)
-    answer.lse[0, 0, 0] = wrong
-    with pytest.raises(VerificationError, match="lse of batch 0, head 0, row 0"):
-        verify_rows(problem, answer)
-
-
-@EVERY_CASE
-def test_the_answer_to_another_scale_is_found(case):
-    problem = case.make()
-    other = exact_answer(replace(problem, scale=problem.scale * 1.01))
-    if torch.allclose(other.lse, exact_answer(problem).lse, rtol=0, atol=1e-5):
-        pytest.skip("this case does not depend on the scale")
-    with pytest.raises(VerificationError):
-        verify_rows(problem, Partial(other.output.float(), other.lse.float()))
 
 
 @pytest.mark.parametrize("rows", [[0], [17], [0, 17, 130]], ids=str)
@@ -180,11 +152,8 @@ def test_an_infinite_value_of_no_weight_may_give_nan():
         assert (answer.output[..., 1] == torch.inf).all()
         verify_rows(problem, answer)
         answer.output[..., 1] = torch.nan
-        if may_be_nan:
+        with nullcontext() if may_be_nan else pytest.raises(VerificationError):
             verify_rows(problem, answer)
-        else:
-            with pytest.raises(VerificationError):
-                verify_rows(problem, answer)
 
 
 WRONG_BACKENDS = {
@@ -196,32 +165,14 @@ WRONG_BACKENDS = {
 }
 
 
-def replace_attend_call(monkeypatch, replacement):
-    """In tasks, and in the single call of a local run."""
-    for module in (worker_module, local):
-        monkeypatch.setattr(module, "attend_call", replacement)
-
-
 @pytest.mark.parametrize("num_tasks", [1, 7, 8])
 @pytest.mark.parametrize("spoil", WRONG_BACKENDS.values(), ids=WRONG_BACKENDS)
 def test_a_wrong_backend_is_caught(monkeypatch, spoil, num_tasks):
-    replace_attend_call(monkeypatch, lambda backend, call: spoil(attend_call(backend, call)))
+    for module in (worker_module, local):  # in tasks, and in the single call of a local run
+        monkeypatch.setattr(module, "attend_call", lambda *given: spoil(attend_call(*given)))
     problem = BY_NAME["ragged-causal"].make()
     with pytest.raises(VerificationError, match=r"batch 0, head 0, row \d+ deviates by"):
         attend(problem, num_tasks=num_tasks, verify=True)
-
-
-def test_the_error_is_an_arithmetic_error_that_quotes_error_and_bound():
-    problem = BY_NAME["full"].make()
-    answer = right_answer(problem)
-    answer.output[0, 0, 0, 0] += 0.5
-    with pytest.raises(ArithmeticError) as raised:
-        verify_rows(problem, answer)
-    error, bound = re.fullmatch(
-        r"output of batch 0, head 0, row 0 deviates by (\S+), more than .* \((\S+)\)",
-        str(raised.value),
-    ).groups()
-    assert float(error) == pytest.approx(0.5, abs=1e-3) and 0 < float(bound) < 1e-3
 
 
 def test_what_is_hidden_and_not_finite_is_mentioned():
@@ -234,14 +185,81 @@ def test_what_is_hidden_and_not_finite_is_mentioned():
         verify_rows(problem, Partial(output, lse))
 
 
+KINDS = {
+    "normal": lambda q, k, v: (q, k, v),
+    "equal columns": lambda q, k, v: (*(t[..., :1].expand_as(t) for t in (q, k)), v),
+    "positive": lambda q, k, v: (q.abs(), k.abs(), v.abs()),
+    "a third": lambda q, k, v: (torch.full_like(q, 1 / 3), torch.full_like(k, 0.7), v),
+    "equal values": lambda q, k, v: (q, k, torch.full_like(v, 0.7)),
+    "equal scores": lambda q, k, v: (0 * q, k, torch.full_like(v, 1 / 3)),
+    "large scores": lambda q, k, v: (30 * q, 30 * k, v),
+    "huge scores": lambda q, k, v: (1e4 * q, 1e4 * k, v),
+    "tiny": lambda q, k, v: (1e-4 * q, 1e-4 * k, 1e-6 * v),
+    "tiniest": lambda q, k, v: (1e-30 * q, k, 1e-38 * v),
+    "cancelling": lambda q, k, v: (
+        torch.cat([q, q], -1)[..., : q.shape[-1]] * 20,
+        torch.cat([k[..., ::2], -k[..., ::2]], -1)[..., : k.shape[-1]] * 20,
+        v - v.mean(dim=2, keepdim=True),
+    ),
+    "alternating": lambda q, k, v: (
+        q,
+        k,
+        100 * (1 - 2 * (torch.arange(v.shape[2])[:, None] % 2)) + v,
+    ),
+    "one outlier": lambda q, k, v: (
+        q,
+        torch.cat([k[:, :, :-1], 50 * k[:, :, -1:]], 2),
+        torch.cat([v[:, :, :-1], 1e4 * v[:, :, -1:]], 2),
+    ),
+}
+PATTERNS = (
+    sliding_window(20, 3),
+    sliding_window(4, 4) | global_tokens(1),
+    longformer(16, [3]),
+    dilated(8, 0, 3),
+)
+
+
+def draw(seed):
+    """Return a description, the tensors and the options of a call of at most 3000 keys."""
+    choose = Random(seed)
+    kind = choose.choice(list(KINDS))
+    dtype = choose.choice([torch.float32] * 3 + [torch.float64, torch.bfloat16, torch.float16])
+    head_dim = choose.choice([1, 5, 8, 16, 64, 64, 128, 512, 1024, 4096])
+    seqlen_q = choose.choice([1, 2, 3, 7, 31, 53, 128])
+    seqlen_kv = choose.choice([seqlen_q, seqlen_q, 1, 40, 600, 3000 if head_dim <= 128 else 100])
+    num_heads = choose.choice([1, 2])
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randn(1, heads, length, head_dim, generator=generator)
+        for heads, length in ((num_heads, seqlen_q), (1, seqlen_kv), (1, seqlen_kv))
+    ]
+    tensors = [each.to(dtype) for each in KINDS[kind](*tensors)]
+    options = {
+        "return_lse": True,
+        "verify": True,
+        "num_tasks": choose.choice([1, 2, 3, 7, 8, 13, 31, 53]),
+        "is_causal": choose.random() < 0.4,
+        "backend": choose.choice([None, None, "reference"]),
+    }
+    if seqlen_q == seqlen_kv > 2 and choose.random() < 0.3:
+        options["pattern"] = choose.choice(PATTERNS)
+    elif choose.random() < 0.15:
+        options |= {"dropout_p": 0.3, "seed": seed, "backend": None}
+    if dtype == torch.float64:
+        options["backend"] = None
+    shape = f"{seqlen_q} x {seqlen_kv}, head_dim {head_dim}, {dtype}, {options}"
+    return f"seed {seed}: {kind}, {shape}", tensors, options
+
+
 @pytest.mark.slow
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_right_answers_to_structured_problems_pass(first):
     for seed in range(first, first + 20):
-        described, tensors, options = draw(seed, longest=3000)
+        described, tensors, options = draw(seed)
         try:
-            compute(tensors, options)
+            cqs.attention(*tensors, **options)
         except VerificationError as error:
             pytest.fail(f"{described}: {error}")
 
@@ -304,14 +322,14 @@ def bounds(monkeypatch):
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_fault_of_ten_times_the_bound_is_missed(first, bounds):
     for seed in range(first, first + 20):
-        described, tensors, options = draw(seed, longest=3000)
+        described, tensors, options = draw(seed)
         if "dropout_p" in options:
             continue  # the problem would have to be told what to drop
         query, key, value = tensors
         options_of_problem = {name: options.get(name) for name in ("is_causal", "pattern")}
         problem = check_problem(query, key, value, **options_of_problem)
         bounds.clear()
-        answer = Partial(*compute(tensors, options))
+        answer = Partial(*cqs.attention(*tensors, **options))
         generator = torch.Generator().manual_seed(seed)
         for name, place, rows, bound in list(bounds):
             target = getattr(answer, name)[place].view(query.shape[2], -1)

@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks import bottleneck
-from benchmarks.plots.bottleneck import plot_bottleneck
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +23,4 @@ def test_rows_and_figure_are_written(tmp_path):
     for row in rows:
         parts = [row["details"][part] for part in bottleneck.PARTS]
         assert min(parts) > 0 and sum(parts) == pytest.approx(row["median_ms"])
-    panels = [axes for axes in plot_bottleneck(rows).axes if axes.patches]
-    assert [len(axes.patches) for axes in panels] == 2 * [2 * len(bottleneck.PARTS)]
     assert picture.stat().st_size > 1000

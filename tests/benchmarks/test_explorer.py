@@ -27,6 +27,3 @@ def test_the_data_are_those_of_the_plans():
             plan = cqs.make_plan(tokens, num_tasks=number, **options)
             pairs = {data["letters"][task.index]: task.live_pairs for task in plan.tasks}
             assert Counter(owners.replace(".", "")) == Counter(pairs)
-        for costs in each["costs"].values():
-            assert {"cqs", "ring", "all-gather"} <= costs.keys()
-            assert all(received >= 0 and peak > 0 for received, peak in costs.values())

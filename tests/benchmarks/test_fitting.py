@@ -28,27 +28,12 @@ def test_a_fit_finds_the_machine_that_rows_are_of():
     assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)
 
 
-@pytest.fixture
-def measured(tmp_path):
-    """Rows as ``python -m benchmarks peers`` writes them, of two devices."""
+def test_rows_of_the_benchmark_are_read(tmp_path):
     times = {"one": 234.571, "cqs": 122.448, "ring": 118.0, "torch": 130.0}
-    rows = [
-        {
-            "benchmark": "peers forward",
-            "case": "full-131072-h16-kv16-d128",
-            "executor": name,
-            "num_tasks": 2,
-            "dtype": "bfloat16",
-            "median_ms": each,
-        }
-        for name, each in times.items()
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_rows_of_the_benchmark_are_read(measured):
+    row = {"benchmark": "peers forward", "case": "full-131072-h16-kv16-d128", "num_tasks": 2}
+    rows = [row | {"executor": name, "median_ms": each} for name, each in times.items()]
+    measured = tmp_path / "rows.jsonl"
+    measured.write_text("".join(json.dumps(row | {"dtype": "bfloat16"}) + "\n" for row in rows))
     rows = read_rows(str(measured))
     assert [(row.method, row.num_devices) for row in rows] == [("ring", 1), ("cqs", 2), ("ring", 2)]
     assert rows[0].case == Workload(131072, AttentionShape(16, 128, num_kv_heads=16))

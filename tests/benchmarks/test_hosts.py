@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import cqs.distributed
 from benchmarks.__main__ import main
-from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
+from benchmarks.hosts import Hosts, why_not_hosts
 
 REASON = why_not_hosts()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -28,42 +27,6 @@ def in_files(folder, program):
         Path(folder, os.environ["RANK"]).write_text(json.dumps(found))
 
     return write
-
-
-def run_on(hosts, folder, program):
-    hosts.run(in_files(folder, program))
-    return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(hosts.num_ranks)]
-
-
-def send_to_the_next():
-    """Return the seconds and bytes of a message of 250 kB to the next rank."""
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    sent = torch.full((250_000,), rank, dtype=torch.uint8)
-    received = torch.empty_like(sent)
-    dist.barrier()
-    before = link_bytes(INTERFACE)
-    dist.barrier()  # no rank sends before all have read their counters
-    start = time.perf_counter()
-    works = [dist.isend(sent, (rank + 1) % num_ranks), dist.irecv(received, (rank - 1) % num_ranks)]
-    for work in works:
-        work.wait()
-    dist.barrier()
-    assert (received == (rank - 1) % num_ranks).all()
-    return time.perf_counter() - start, link_bytes(INTERFACE) - before, socket.gethostname()
-
-
-def test_links_have_their_rates(tmp_path):
-    """Two ranks share a host: of two messages, one crosses its link."""
-    with Hosts([10.0, 10.0], ranks_per_host=2) as hosts:
-        fast = run_on(hosts, tmp_path, send_to_the_next)
-        hosts.set_rate(1, 2.0)
-        slow = run_on(hosts, tmp_path, send_to_the_next)
-    assert [name for *_, name in fast] == ["host0", "host0", "host1", "host1"]
-    for _, sent, _ in fast:
-        assert 250_000 < sent < 1.5 * 250_000  # packets of a busy host may be sent again
-    assert max(seconds for seconds, *_ in fast) > 0.18  # of 0.2: the first packets pass at once
-    assert max(seconds for seconds, *_ in slow) > 0.9
 
 
 def fail_on_rank_1():
@@ -96,6 +59,7 @@ def test_links_carry_what_the_plan_promises(tmp_path, capfd, ranks_per_host):
         if row["executor"] == "cqs":
             promised, sent = row["details"]["promised_bytes"], row["details"]["link_bytes"]
             assert promised < sent < 1.03 * promised, row
+            assert row["median_ms"] > 0.9e3 * 8 * sent / 100e6, "a link of 100 Mbit/s"
         assert row["details"]["predicted_ms"] > 0
 
 
@@ -103,13 +67,12 @@ def attend_until_a_rank_is_lost():
     """Return the error of calls, one of which loses a rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     q = torch.randn(1, 8, 256, 64)
-    start = time.monotonic()
     try:
         for _ in range(10_000):
             cqs.distributed.attention(q, q, q)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "none", "", 0.0
+        return type(error).__name__, str(error)
+    return "none", ""
 
 
 @pytest.mark.parametrize("fault", ["unplug", "freeze", "slow", "part"])
@@ -132,5 +95,5 @@ def test_survivors_raise_when_the_network_fails(tmp_path, fault):
             assert processes[rank].exitcode == 0, rank
         assert time.monotonic() - start < 40
         for rank in survivors:
-            name, message, _ = json.loads(Path(tmp_path, str(rank)).read_text())
+            name, message = json.loads(Path(tmp_path, str(rank)).read_text())
             assert name in ("LostError", "RuntimeError") and "rank" in message

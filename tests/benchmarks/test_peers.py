@@ -110,14 +110,12 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     rows, *others = ranks.run(4, measured, str(out), False)
     assert others == [[]] * 3
     names = {"one", "cqs", "cqs quorums", "cqs limited", "ring", "grid", "all-gather", "ulysses"}
-    assert {(row.benchmark, row.executor) for row in rows} == {
-        (f"peers {what}", name) for what in ("forward", "both") for name in names
-    }
+    for what in ("forward", "both"):
+        assert {row.executor for row in rows if row.benchmark == f"peers {what}"} == names
     (one, *_) = rows
     assert one.ratio == 1 and one.details["efficiency"] == 1 and one.details["ranks"] == 4
-    assert [json.loads(line)["executor"] for line in out.read_text().splitlines()] == [
-        r.executor for r in rows
-    ]
+    written = [json.loads(line)["executor"] for line in out.read_text().splitlines()]
+    assert written == [row.executor for row in rows]
 
 
 def test_a_wrong_method_stops_every_rank(ranks):

@@ -26,36 +26,27 @@ def few_layers(ray_session, monkeypatch):
 @pytest.mark.ray
 def test_rows_of_calls_and_failures(few_layers, tmp_path):
     out = tmp_path / "rows.jsonl"
-    options = ["--seqlen", "600", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-    options += ["--workers", "2", "--repeats", "1", "--failures", "1", "--out", str(out)]
-    options += ["--only", "any moment,any call,compute"]
+    options = "--seqlen 600 --heads 4 --kv-heads 2 --head-dim 16 --workers 2 --repeats 1".split()
+    options += ["--failures", "1", "--only", "any moment,any call,compute", "--out", str(out)]
     assert main(["sharded", *options]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["benchmark"], row["executor"], row["num_tasks"]) for row in rows] == [
-        ("sharded", "in the workers", 2),
-        ("sharded", "ray, one call", 2),
-        ("sharded", "ray, a call each", 2),
-        ("failures", "ray, 1 killed", 2),
-        ("failures", "ray, 1 killed in any call", 2),
-        ("failures", "ray, 1 killed in compute", 2),
-    ]
-    assert {row["case"] for row in rows} == {"causal-600-h4-kv2-d16"}
+    executors = ["in the workers", "ray, one call", "ray, a call each"]
+    executors += [f"ray, 1 killed{when}" for when in ("", " in any call", " in compute")]
+    assert [row["executor"] for row in rows] == executors
+    assert {(row["case"], row["num_tasks"]) for row in rows} == {("causal-600-h4-kv2-d16", 2)}
     assert rows[0]["ratio"] == 1
     for row in rows[3:]:
         assert row["ratio"] > 1
         assert row["details"]["longest_ms"] == pytest.approx(row["median_ms"])
 
 
-@pytest.mark.parametrize("wrong", ["undisturbed", "after a kill"])
-def test_a_result_that_changes_is_an_error(monkeypatch, wrong):
-    answers = [torch.zeros(3), torch.zeros(3), torch.ones(3)]
-    if wrong == "after a kill":
-        answers.insert(0, torch.zeros(3))
-    passes = iter(answers)
-    monkeypatch.setattr(
-        sharded, "_run_in_one_call", lambda *_: sharded._Run(0.01, [], next(passes))
-    )
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [([0, 0, 1], "undisturbed runs differ"), ([0, 0, 0, 1], "after 1 workers")],
+)
+def test_a_result_that_changes_is_an_error(monkeypatch, answers, message):
+    passes = iter(sharded._Run(0.01, [], torch.tensor([answer])) for answer in answers)
+    monkeypatch.setattr(sharded, "_run_in_one_call", lambda *_: next(passes))
     cluster = types.SimpleNamespace(pids=[1, 2])
-    message = "undisturbed runs differ" if wrong == "undisturbed" else "after 1 workers"
     with pytest.raises(VerificationError, match=message):
         sharded._time_failures(cluster, None, "case", 1, "any moment")

@@ -44,21 +44,6 @@ def test_neighbours_can_be_told_apart(num_tasks, least, is_causal):
     assert difference.min() >= least, dict(zip(SIGHTS, difference.min(axis=1), strict=True))
 
 
-@pytest.mark.long
-def test_every_colour_is_the_furthest_from_those_before_it():
-    levels = np.round(np.linspace(0, 255, 24)) / 255
-    candidates = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(-1, 3)
-    seen = perceived(candidates)
-    lightness, chroma = seen[0, :, 0], np.hypot(seen[0, :, 1], seen[0, :, 2])
-    seen = seen[:, (lightness > 30) & (lightness < 88) & (chroma < 36)]
-    chosen = perceived(np.array([to_rgb(color) for color in task_colors(128)]))
-    distance = np.full(seen.shape[1], np.inf)
-    for before, color in zip(chosen.swapaxes(0, 1), chosen.swapaxes(0, 1)[1:], strict=False):
-        distance = np.minimum(distance, np.linalg.norm(seen - before[:, None], axis=-1).min(axis=0))
-        place = np.linalg.norm(seen - color[:, None], axis=-1).max(axis=0).argmin()
-        assert distance[place] >= 0.999 * distance.max()
-
-
 def test_letters_contrast_with_every_colour():
     def luminance(color):
         return colorspacious.cspace_convert(to_rgb(color), "sRGB1", "XYZ1")[1]

@@ -18,37 +18,9 @@ from cqs.report.sections import Section
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def check_text(monkeypatch):
-    """Draw the figure of some axes; compare the extents of all texts that are drawn."""
-    drawn = []
-    draw = Text.draw
-    monkeypatch.setattr(
-        Text, "draw", lambda text, renderer: (drawn.append(text), draw(text, renderer))
-    )
-
-    def check(axes):
-        figure = axes.figure
-        drawn.clear()
-        figure.canvas.draw()
-        texts = {
-            id(text): (text.get_text(), text.get_window_extent())
-            for text in drawn
-            if text.get_visible() and text.get_text().strip()
-        }
-        assert texts
-        width, height = figure.canvas.get_width_height()
-        for text, box in texts.values():
-            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-        for (text, box), (other, other_box) in combinations(texts.values(), 2):
-            assert not box.padded(-1).overlaps(other_box), (text, other)
-
-    return check
-
-
 def draw_small_panels(length):
     figure, panels = plt.subplots(2, 3, figsize=(12, 8), layout="compressed")
-    for panel, num_tasks in zip(panels.flat, NUM_TASKS, strict=False):
+    for panel, num_tasks in zip(panels.flat, (3, 7, 13, 31, 111), strict=False):
         plot_owners(make_plan(length, num_tasks=num_tasks), panel)
     return plot_density(longformer(512, 64), length, axes=panels.flat[-1])
 
@@ -59,41 +31,37 @@ def draw_timeline(num_tasks, num_processes):
     return plot_timeline(make_report(num_tasks, num_processes, [failure]))
 
 
-LENGTHS, NUM_TASKS = (10, 1000, 10**6), (3, 7, 13, 31, 111)
-PATTERNS = (None, longformer(512, 64), strided(512) | sliding_window(1000, 1000))
-SECTIONS = [name for name, value in vars(sections).items() if isinstance(value, Section)]
+MIXED = strided(512) | sliding_window(1000, 1000)
+SECTIONS = {name: each for name, each in vars(sections).items() if isinstance(each, Section)}
 PICTURES = {
-    "owners": [
-        partial(plot_owners, make_plan(length, num_tasks=number, pattern=pattern))
-        for length, number, pattern in product(LENGTHS, NUM_TASKS, PATTERNS[:2])
-    ],
-    "causal owners": [
-        partial(plot_owners, make_plan(*lengths, num_tasks=number, is_causal=True))
-        for lengths, number in product([(10, 10), (1000, 3000)], NUM_TASKS)
-    ],
-    "panels": [partial(draw_small_panels, length) for length in LENGTHS],
-    "densities": [
-        partial(plot_density, pattern, length) for pattern, length in product(PATTERNS[1:], LENGTHS)
-    ],
-    "timelines": [
-        partial(draw_timeline, number, min(processes, number))
-        for number, processes in product(NUM_TASKS, (2, 111))
-    ],
-    "scaling": [
-        partial(getattr(sections, name).plot, make_rows(workers, executor="ray"))
-        for name, workers in product(SECTIONS, [(7,), MANY])
-    ],
+    "few owners": lambda: plot_owners(make_plan(10, num_tasks=3)),
+    "owners": lambda: plot_owners(make_plan(10**6, num_tasks=111, pattern=longformer(512, 64))),
+    "causal owners": lambda: plot_owners(make_plan(1000, 3000, num_tasks=31, is_causal=True)),
+    "small panels": lambda: draw_small_panels(10),
+    "panels": lambda: draw_small_panels(10**6),
+    "density": lambda: plot_density(MIXED, 10**6),
+    "short timeline": lambda: draw_timeline(3, 2),
+    "timeline": lambda: draw_timeline(111, 111),
+} | {
+    f"{name}, {len(workers)} rows": partial(section.plot, make_rows(workers, "ray"))
+    for (name, section), workers in product(SECTIONS.items(), [(7,), MANY])
 }
 
 
-def test_a_sample_of_each_kind(check_text):
-    for *_, draw in PICTURES.values():
-        check_text(draw())
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
+def test_no_text_overlaps_another(monkeypatch, draw):
+    figure, draw_text, drawn = draw().figure, Text.draw, {}
 
+    def note(text, renderer):
+        draw_text(text, renderer)
+        if text.get_visible() and text.get_text().strip():
+            drawn[text] = text.get_window_extent()
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", PICTURES)
-def test_all_pictures(check_text, kind):
-    for draw in PICTURES[kind]:
-        check_text(draw())
-        plt.close("all")
+    monkeypatch.setattr(Text, "draw", note)
+    figure.canvas.draw()
+    assert drawn
+    width, height = figure.canvas.get_width_height()
+    for text, box in drawn.items():
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+    for (text, box), (other, other_box) in combinations(drawn.items(), 2):
+        assert not box.padded(-1).overlaps(other_box), (text, other)

@@ -7,7 +7,6 @@ import pytest
 from matplotlib.colors import to_hex
 from timeline_reports import make_report
 
-from cqs.executors.ray import WorkerFailure
 from cqs.plotting import plot_timeline, save_trace
 from cqs.plotting.colors import task_colors
 
@@ -17,40 +16,23 @@ def processes_by_start(report):
     return list(dict.fromkeys((task.node, task.pid) for task in tasks))
 
 
-@pytest.mark.parametrize(("num_tasks", "num_processes"), [(31, 4)])
-def test_every_task_has_a_bar_in_the_row_of_its_process(num_tasks, num_processes):
-    report = make_report(num_tasks, num_processes)
+def test_every_task_has_a_bar_in_the_row_of_its_process():
+    report = make_report(31, 4)
     axes = plot_timeline(report)
     drawn = {}
     for bar in axes.patches:
         if (color := to_hex(bar.get_facecolor())) != "#e0e0e0":
             row = bar.get_y() + bar.get_height() / 2
             drawn[color] = (round(row), bar.get_x(), bar.get_width())
-    assert len(drawn) == num_tasks
+    assert len(drawn) == 31
     processes = processes_by_start(report)
-    for task, color in zip(report.tasks, task_colors(num_tasks), strict=True):
+    for task, color in zip(report.tasks, task_colors(31), strict=True):
         started = task.started - report.started
         row = processes.index((task.node, task.pid))
         assert drawn[color] == pytest.approx((row, started, task.seconds))
-    share = sum(task.seconds for task in report.tasks) / report.seconds / num_processes
+    share = sum(task.seconds for task in report.tasks) / report.seconds / 4
     assert f"computing {100 * share:.0f} % of the time" in axes.get_title()
     assert "failed" not in axes.get_title()
-
-
-def hatched(axes):
-    """Row, start and end of the hatched bars."""
-    bars = (bar for bar in axes.patches if bar.get_hatch())
-    return [
-        (round(b.get_y() + b.get_height() / 2), b.get_x(), b.get_x() + b.get_width()) for b in bars
-    ]
-
-
-def crosses(axes):
-    return [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "x"]
-
-
-def outlined(axes):
-    return {to_hex(b.get_facecolor()) for b in axes.patches if b.get_linewidth() == 1.5}
 
 
 def test_a_failed_worker_without_a_result_has_a_row_with_a_cross():
@@ -58,32 +40,14 @@ def test_a_failed_worker_without_a_result_has_a_row_with_a_cross():
     report = make_report(9, 3, [(1, "node 0", 1.5, (2, 7)), never_started])
     axes = plot_timeline(report)
     first = min(task.started for task in report.tasks) - report.started
-    assert crosses(axes) == [pytest.approx((1.5, 0))]
-    assert hatched(axes) == [pytest.approx((0, first, 1.5))]
-    assert outlined(axes) >= {task_colors(9)[index] for index in (2, 7)}
-    assert len(outlined(axes)) == 2
-    grey = [bar for bar in axes.patches if to_hex(bar.get_facecolor()) == "#e0e0e0"]
-    lengths = [bar.get_width() for bar in grey if not bar.get_hatch()]
-    assert lengths == pytest.approx([1.5, *[report.seconds] * 3])
+    (cross,) = (line for line in axes.lines if line.get_marker() == "x")
+    assert tuple(cross.get_xydata()[0]) == pytest.approx((1.5, 0))
+    (hatched,) = (bar for bar in axes.patches if bar.get_hatch())
+    assert (hatched.get_x(), hatched.get_width()) == pytest.approx((first, 1.5 - first))
+    outlined = {to_hex(b.get_facecolor()) for b in axes.patches if b.get_linewidth() == 1.5}
+    assert outlined == {task_colors(9)[index] for index in (2, 7)}
     assert axes.get_title().startswith("9 tasks on 4 workers")
     assert "failed workers: 2 (cross), re-executed tasks: 2 (outlined)" in axes.get_title()
-
-
-def test_the_row_of_a_failed_worker_keeps_the_tasks_that_were_used():
-    """The result of its second task was lost with it, and another worker computed the task."""
-    report = make_report(9, 3)
-    (node, pid), (first, again, last) = list(report.by_process.items())[1]
-    moved = dataclasses.replace(again, pid=1, started=report.started + 3.5)
-    tasks = tuple(moved if task is again else task for task in report.tasks)
-    starts = [task.started - report.started for task in (first, last)]
-    ends = [start + task.seconds for start, task in zip(starts, (first, last), strict=True)]
-    failure = WorkerFailure(pid, node, report.started + ends[1] + 0.5, (again.index,))
-    report = dataclasses.replace(report, tasks=tasks, failures=(failure,), reruns=1)
-    axes = plot_timeline(report)
-    assert crosses(axes) == [pytest.approx((ends[1] + 0.5, 1))]
-    lost = [(1, ends[0], starts[1]), (1, ends[1], ends[1] + 0.5)]
-    assert hatched(axes) == [pytest.approx(each) for each in lost]
-    assert outlined(axes) == {task_colors(9)[again.index]}
 
 
 def test_a_run_without_tasks_can_be_drawn(tmp_path):
@@ -102,7 +66,6 @@ def test_a_trace_has_every_task_in_the_row_of_its_process(tmp_path):
     assert list(names.values()) == ["driver", *processes]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) + len(names) == len(events)
-    assert all({"name", "pid", "tid", "ts", "dur", "args"} <= event.keys() for event in spans)
     assert len(spans) == len(report.tasks) + len(report.merges) + 1
     for task in report.tasks:
         (event,) = (event for event in spans if event["name"] == f"task {task.index}")

@@ -19,18 +19,7 @@ from cqs.report.rows import PASSES, ScalingRow
 from cqs.report.settings import Settings
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
-SMALL = Settings(
-    executor="local",
-    tokens=200,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    dtype="float32",
-    is_causal=False,
-    pattern=None,
-    repeats=2,
-    seed=0,
-)
+SMALL = Settings("local", 200, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", repeats=2)
 KINDS = {
     "full": {},
     "causal-pattern": {"pattern": "strided(16)", "is_causal": True},
@@ -49,15 +38,6 @@ def test_with_scores_in_memory_a_task_takes_a_share_of_one_over_w():
     assert 1 / 7 < found[None][1] < 1 and 1 / 13 < found[None][2] < found[None][1]
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_rows_share_one_task_which_is_its_own_measure(name):
-    driver = LocalDriver(SMALL)
-    rows = [driver.measure(number, name) for number in (1, 2, 3)]
-    assert rows[0].speedup == rows[0].efficiency == rows[0].memory_share == 1
-    assert rows[0].median_ms == rows[0].one_ms and rows[0].merge_ms == 0
-    assert len({(row.one_ms, row.one_bytes) for row in rows}) == 1
-
-
 def test_a_loaded_machine_is_a_caveat_of_the_findings():
     *others, last = make_rows((1, 7))
     loaded = replace(last, load_average=9.9, num_cores=2)
@@ -72,8 +52,11 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
     settings = replace(SMALL, **KINDS[kind])
     ticks = []
     driver = LocalDriver(settings)
+    one = driver.measure(1, "forward")
     found = [driver.measure(7, name, lambda: ticks.append(1)) for name in PASSES]
     assert len(ticks) == 2 * (1 + settings.repeats)
+    assert one.speedup == one.efficiency == one.memory_share == 1 and one.merge_ms == 0
+    assert (one.median_ms, one.one_bytes) == (found[0].one_ms, found[0].one_bytes)
     for row, name in zip(found, PASSES, strict=True):
         plan = MeasuredPass(settings, name).problem.make_plan(7)
         assert asdict(settings).items() <= asdict(row).items()
@@ -95,10 +78,8 @@ def test_a_row_says_what_the_plan_says_and_how_long_it_took(kind):
 
 @pytest.mark.parametrize("pattern", [None, "sliding_window(256, 0) | global_tokens(4)"])
 def test_measured_memory_is_within_a_twentieth_of_the_predicted(pattern):
-    settings = replace(
-        SMALL, tokens=2048, num_heads=8, num_kv_heads=8, head_dim=64, repeats=1, pattern=pattern
-    )
-    driver = LocalDriver(settings)
+    sizes = {"tokens": 2048, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    driver = LocalDriver(replace(SMALL, **sizes, repeats=1, pattern=pattern))
     for num_tasks in (1, 8):
         row = driver.measure(num_tasks, "forward")
         assert row.peak_ratio == pytest.approx(1, abs=0.05), num_tasks
@@ -135,11 +116,9 @@ def test_what_is_wrong_is_not_timed(monkeypatch, name):
 def test_what_sees_nothing_and_what_differs_by_head_is_refused():
     with pytest.raises(ValueError, match="pattern must have live pairs, .* 200 tokens"):
         MeasuredPass(replace(SMALL, pattern="block_sparse([[0, 0], [0, 0]], 100)"), "forward")
+    pattern = "per_head([[causal(), causal(), strided(2), causal()]])"
     with pytest.raises(NotImplementedError, match="pattern must be the same for all heads"):
-        MeasuredPass(
-            replace(SMALL, pattern="per_head([[causal(), causal(), strided(2), causal()]])"),
-            "forward",
-        )
+        MeasuredPass(replace(SMALL, pattern=pattern), "forward")
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):

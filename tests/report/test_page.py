@@ -46,90 +46,47 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def visit(browser, reports):
-    """Open a report; at the end nothing must have been requested, complained of or run."""
-    requests, complaints, contexts = [], [], []
-
-    def visit(name, width, scheme="light"):
-        context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, offline=True
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-        page.goto((reports[name] / "report.html").as_uri())
-        page.wait_for_load_state("networkidle")
-        return page
-
-    yield visit
-    for context in contexts:
-        context.close()
-    requests = [url for url in requests if not url.startswith("data:")]
-    assert len(requests) == len(contexts) and all(url.endswith("/report.html") for url in requests)
-    assert not complaints
-
-
 @pytest.mark.parametrize(
     ("name", "width", "scheme"),
-    [("local", 1280, "light"), ("ray", 390, "light"), ("pattern", 390, "dark")],
+    [
+        ("local", 1280, "light"),
+        ("ray", 390, "light"),
+        ("pattern", 390, "dark"),
+        ("hostile", 390, "light"),
+    ],
 )
-def test_nothing_leaves_the_page_and_every_picture_is_there(visit, name, width, scheme):
-    page = visit(name, width, scheme)
+def test_nothing_leaves_the_page_and_every_picture_is_there(browser, reports, name, width, scheme):
+    """Nothing is requested but the page, complained of or run."""
+    requests, complaints = [], []
+    size = {"width": width, "height": 800}
+    page = browser.new_page(viewport=size, color_scheme=scheme, offline=True)
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    page.goto((reports[name] / "report.html").as_uri())
+    page.wait_for_load_state("networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    beyond = "[...document.querySelectorAll('body *')].filter(each => {"
-    beyond += "const box = each.getBoundingClientRect();"
-    beyond += f"return box.left < 0 || box.right > {width}}}).map(each => each.outerHTML)"
-    assert page.evaluate(beyond) == []
     pictures = page.locator("img")
     assert pictures.count() >= 6
     for picture in pictures.all():
         assert picture.evaluate("each => each.decode().then(() => each.naturalWidth)") > 300
-        assert picture.bounding_box()["width"] >= min(width - 40, 310)
         assert picture.get_attribute("alt").strip()
+    assert [url for url in requests if not url.startswith("data:")] == [page.url]
+    assert not complaints
+    page.close()
 
 
-def test_cells_of_tables_are_read_in_one_piece(visit):
-    page = visit("local", 390)
-    assert page.locator("table").count() == 9
-    heights = (
-        "[...document.querySelectorAll('td')].map(each => each.getBoundingClientRect().height)"
-    )
-    assert max(page.evaluate(heights)) < 36
-    sizes = "[...document.querySelectorAll('td')].map(each => getComputedStyle(each).fontSize)"
-    assert min(float(size.removesuffix("px")) for size in page.evaluate(sizes)) >= 12
-
-
-def test_the_page_tells_its_structure(visit):
-    page = visit("local", 1280)
-    assert page.locator("html").get_attribute("lang") == "en"
-    assert page.title() == page.locator("h1").inner_text()
-    assert page.title() == "Attention over 8,192 tokens, W = 1, 2, 7, 8, 31, 111"
-    levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(each => each.tagName)")
-    assert levels[:3] == ["H1", "H2", "H3"] and levels.count("H1") == 1
-    for table in page.locator("table").all():
-        assert table.locator("caption").count() == 1
-        assert table.locator("th:not([scope])").count() == 0
-        workers = table.locator("tbody th[scope=row]").all_inner_texts()
-        assert workers in ([str(number) for number in WORKERS], ["1", "7"])
-
-
-def test_dark_rooms_get_a_dark_page_and_paper_a_white_one(visit):
-    page = visit("local", 1280, "dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    assert page.evaluate(ground) == "rgb(18, 18, 18)"
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
-
-
-def test_text_is_text(visit):
-    page = visit("hostile", 390)
-    assert page.title() == "Attention over 8,192 tokens, W = 1"
-    assert page.locator("script").count() == 0
-    assert page.locator("dd", has_text="onerror").all_inner_texts() == [HOSTILE] * 2
+def test_the_page_tells_its_structure(reports):
+    text = (reports["local"] / "report.html").read_text()
+    title = "Attention over 8,192 tokens, W = 1, 2, 7, 8, 31, 111"
+    assert '<html lang="en">' in text and f"<title>{title}</title>" in text
+    assert re.findall("<h1>(.*)</h1>", text) == [title]
+    assert re.findall("<h[23]>", text)[:2] == ["<h2>", "<h3>"]
+    assert text.count("<table>") == text.count("<caption>")
+    assert all("scope=" in header for header in re.findall(r"<th\b[^>]*>", text))
+    rows = re.findall('<th scope="row">(.*)</th>', text)
+    assert set(rows) == {str(number) for number in WORKERS}
 
 
 def test_the_page_without_a_browser_has_every_number_and_no_foreign_markup(reports):
@@ -154,13 +111,3 @@ def test_the_page_opens_with_findings_and_the_partition(reports):
         "Merge: 7.93 % of the time for 111 tasks merges their results.",
     ]
     assert opening.index("</ul>") < opening.index("<img ") < opening.index("111 tasks</figcaption>")
-    text = (reports["ray"] / "report.html").read_text()
-    assert "<li>Speed-up: 2 devices take 45.2 ms for the forward pass in 31 tasks, " in text
-    assert "<li>Merge: 68.6 % of the time for 31 tasks merges their results.</li>" in text
-
-
-def test_what_was_not_measured_has_no_column(reports):
-    text = {name: (path / "report.html").read_text() for name, path in reports.items()}
-    assert ">transfer<" not in text["local"] and ">transfer<" in text["ray"]
-    forward, backward = text["local"].split("Backward pass")
-    assert "predicted MiB" in forward and "predicted MiB" not in backward

@@ -7,7 +7,6 @@ import pytest
 from scaling_rows import MANY, make_rows
 
 from cqs.report import sections
-from cqs.report.sections import Section
 
 ROWS = make_rows(executor="ray")
 
@@ -44,15 +43,6 @@ def test_a_line_has_the_numbers_of_the_rows(section, label, quantity):
     assert section.plot(ROWS, axes) is axes
     expected = {row.num_tasks: pytest.approx(quantity(row)) for row in ROWS}
     assert lines_of(axes)[label] == expected
-
-
-def test_every_line_is_tested():
-    marks = test_a_line_has_the_numbers_of_the_rows.pytestmark
-    (tested,) = (mark.args[1] for mark in marks if mark.name == "parametrize")
-    every = {section for section in vars(sections).values() if isinstance(section, Section)}
-    assert {(section, name) for section, name, _ in tested} == {
-        (section, name) for section in every for name in section.lines
-    }
 
 
 @pytest.mark.parametrize(
