@@ -14,6 +14,8 @@ import weakref
 from contextlib import nullcontext
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cqs.executors.distributed.transport import cuda_driver
 
@@ -129,6 +131,42 @@ class Graph:
             _here.stream.wait_stream(stream)
 
 
+class Launches(TorchDispatchMode):
+    """Queues what tensors are computed by, as a GPU does; until then what is computed is NaN."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function.is_view:
+            return function(*arguments, **options)
+        if function._schema.is_mutable:
+            current_stream().enqueue(lambda: function(*arguments, **options))
+            return options.get("out", arguments[0])
+        found = function(*arguments, **options)
+        results, given = storages_of(found), storages_of((arguments, options))
+        if not results or results.keys() & given.keys():
+            return found
+        if "empty" in str(function):
+            _here.world.kept += results.values()  # as an allocator does while streams use them
+            return found
+        for result in results.values():
+            if result.is_floating_point():
+                result.fill_(torch.nan)
+
+        def run():
+            again = storages_of(function(*arguments, **options))
+            for result, each in zip(results.values(), again.values(), strict=True):
+                result.copy_(each)
+
+        current_stream().enqueue(run)
+        return found
+
+
+def storages_of(values):
+    """Return the tensors among values that have elements, by the address of their storage."""
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return {each.untyped_storage().data_ptr(): each for each in tensors if each.numel()}
+
+
 class World:
     """The ranks of a process group and the streams of their GPUs."""
 
@@ -139,7 +177,7 @@ class World:
         """The streams, in the order in which the simulator tries them."""
         self.barrier = threading.Barrier(num_ranks)
         self.passed = [[] for _ in range(num_ranks)]
-        self.errors = []
+        self.errors, self.kept = [], []
 
     def run(self, program):
         """Run ``program(rank)`` on a thread for each rank, and all operations that it queues.
@@ -163,12 +201,17 @@ class World:
                 self.errors.append(Deadlock(state))  # rank, and operations run and queued
                 self.barrier.abort()
                 break
+            else:
+                time.sleep(1e-4)  # for the threads of the ranks
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
 
-    def swap(self, own):
+    def size(self):
+        return self.num_ranks
+
+    def swap(self, own=()):
         """Return the numbers of all ranks in rank order, as a collective on the CPU."""
         self.passed[_here.rank] = list(own)
         self.barrier.wait(_STALL_TIMEOUT)
@@ -180,7 +223,8 @@ class World:
         _here.world, _here.rank = self, rank
         _here.stream = Stream()
         try:
-            program(rank)
+            with Launches():
+                program(rank)
         except BaseException as error:
             self.errors.append(error)
             self.barrier.abort()
@@ -236,15 +280,6 @@ def synchronize(device=None):
         time.sleep(1e-4)
 
 
-def later(function):
-    """Return a function that queues ``function`` on the current stream, like a kernel launch."""
-
-    def launch(*arguments):
-        _here.stream.enqueue(lambda: function(*arguments))
-
-    return launch
-
-
 def make_driver():
     """Return a double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
     blocks = {}
@@ -261,7 +296,8 @@ def make_driver():
         return block.data_ptr()
 
     def free(address):
-        blocks[address].fill_(254)  # kept, so that a read after the free finds wrong values
+        # Kept, so that a read after the free finds wrong values.
+        ctypes.memset(address, 254, blocks[address].nbytes)
 
     def reset_flags(address, value, num_flags):
         for i in range(num_flags):
@@ -280,6 +316,7 @@ def make_driver():
         _streams[stream].enqueue(lambda: write_flag(address, value))
 
     return types.SimpleNamespace(
+        blocks=blocks,
         HANDLE_BYTES=cuda_driver.HANDLE_BYTES,
         allocate=allocate,
         free=free,
