@@ -5,14 +5,14 @@ import random
 
 import numpy as np
 import pytest
+from layouts import lay_out_all
 from programs import errors_without_gradients, largest_errors
 
 from benchmarks.cases import Case
-from cqs.executors.distributed.layout import lay_out
 from cqs.patterns import documents, sliding_window
 from cqs.scheduler import AttentionShape, Documents, Plan, make_plan
 from cqs.scheduler.head_groups import possible_head_parallel
-from cqs.scheduler.machines import FETCHED, MACHINES
+from cqs.scheduler.machines import MACHINES
 
 NUM_PACKINGS = 500
 BATCH = 25
@@ -91,28 +91,17 @@ def test_plans_of_documents_are_valid():
             assert placement.live_pairs.max() <= most, (kind, pattern)
 
 
-def lay_out_all(pattern, lengths, num_ranks, shape, **options):
-    """Return the layouts of all ranks, with equal shards."""
-    shards = tuple(np.diff([lengths * r // num_ranks for r in range(num_ranks + 1)]).tolist())
-    defaults = {
-        "head_parallel": "auto",
-        "num_chunks": None,
-        "is_causal": False,
-        "plan": None,
-        "tile": 128,
-        "chunk_rule": FETCHED,
-        "with_gradients": True,
-        "machine": MACHINES["H200"],
-    }
-    return [
-        lay_out(shards, shards, rank, shape, pattern=pattern, **defaults | options)
-        for rank in range(num_ranks)
-    ]
+def equal_shards(length, num_ranks):
+    return tuple(np.diff([length * r // num_ranks for r in range(num_ranks + 1)]).tolist())
+
+
+OPTIONS = {"plan": None, "tile": 128, "with_gradients": True, "machine": MACHINES["H200"]}
 
 
 def test_documents_within_shards_stay_there():
     """Documents of equal length whose ends are ends of shards: nobody sends anything."""
-    for layout in lay_out_all(documents(range(0, 65537, 1024)), 65536, 8, AttentionShape(8, 64)):
+    pattern = documents(range(0, 65537, 1024))
+    for layout in lay_out_all(AttentionShape(8, 64), (8192,) * 8, pattern=pattern, **OPTIONS):
         assert isinstance(layout.plan.kind, Documents)
         assert layout.of_queries.stays and layout.of_keys.stays
 
@@ -122,7 +111,8 @@ def test_a_long_document_is_divided_among_ranks_with_short_ones(with_gradients):
     """Every rank has its share of the work, and receives less than half of an all-gather's."""
     shape = AttentionShape(32, 128, num_kv_heads=8)
     pattern = documents([*range(0, 65536, 512), *range(65536 + 49152, 131073, 512)])
-    layouts = lay_out_all(pattern, 131072, 8, shape, with_gradients=with_gradients)
+    options = OPTIONS | {"pattern": pattern, "with_gradients": with_gradients}
+    layouts = lay_out_all(shape, (16384,) * 8, **options)
     loads = [sum(step.live_pairs for step in layout.steps) for layout in layouts]
     assert sum(loads) == layouts[0].plan.live_pairs
     assert max(loads) < 1.03 * sum(loads) / 8
@@ -142,15 +132,15 @@ def test_keys_of_documents_are_received_once():
             continue
         num_ranks = generator.randint(1, 8)
         degrees = possible_head_parallel(num_ranks, 8, 4)
-        options = {
+        options = OPTIONS | {
+            "pattern": pattern,
             "head_parallel": generator.choice(degrees),
             "plan": Documents(tolerance=generator.choice([0.0, math.inf])),
             "with_gradients": generator.random() < 0.5,
             "tile": 1,
         }
         shape = AttentionShape(8, 16, num_kv_heads=4)
-        layouts = lay_out_all(pattern, lengths[0], num_ranks, shape, **options)
-        for layout in layouts:
+        for layout in lay_out_all(shape, equal_shards(lengths[0], num_ranks), **options):
             read = {key for step in layout.steps for keys in step.keys for key in keys}
             held = {key for keys in layout.of_keys.held for key in keys}
             assert held <= read
