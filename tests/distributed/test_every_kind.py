@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from programs import ShardedProblem, even_cuts, largest_errors, raised
+from programs import ShardedProblem, even_cuts, largest_errors
 from random_problems import kinds_of, random_case, random_problems
 
 import cqs.distributed
@@ -99,27 +99,30 @@ def test_ranks_send_the_bytes_of_the_formulas(ranks, num_ranks, plan, num_querie
     assert sent == [[forward, backward]] * num_ranks
 
 
-class Chosen(Exception):
-    """Ends a call once its plan has been chosen."""
+def on_hosts(patch, group, hosts):
+    """Have ranks be on hosts, with links that have not been measured."""
+    patch.setattr(transports, "_hosts", {})
+    patch.setattr(transports, "_host", lambda: hosts[dist.get_rank(group)])
+    patch.setattr(probe, "_measured", {})
+    patch.setattr(prepared, "_prepared", {})
 
 
-def chosen_by_links(group, links):
-    """Return the error of a call that only chooses its plan and its degree, for one KV head."""
+def choices_on_hosts(group, hosts, links=None):
+    """Return ranks per host, kind of plan and degree of a call's choices, for one KV head."""
+    found = []
 
-    def choose(*arguments, **options):
-        prediction = predict(*arguments, **options)
-        raise Chosen(prediction.kind, prediction.head_parallel)
+    def predict_and_note(method, workload, num_ranks, machine, *arguments, **options):
+        prediction = predict(method, workload, num_ranks, machine, *arguments, **options)
+        found.append((machine.devices_per_node, prediction.kind, prediction.head_parallel))
+        return prediction
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "predict", choose)
-        patch.setattr(prepared, "_prepared", {})
+        on_hosts(patch, group, hosts)
+        patch.setattr(layout, "predict", predict_and_note)
         layout.lay_out.cache_clear()
-        tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
-        return raised(group, attend_linked, tensors, links)
-
-
-def attend_linked(group, tensors, links):
-    return cqs.distributed.attention(*tensors, group=group, links=links)
+        tensors = [torch.randn(1, heads, 20, 8) for heads in (4, 1, 1)]
+        cqs.distributed.attention(*tensors, group=group, links=links)
+        return *found, transports.ranks_per_host(group)
 
 
 @pytest.mark.slow
@@ -127,15 +130,18 @@ def attend_linked(group, tensors, links):
     ("links", "kind"), [((1e5, 1e-3), Grid2D(1, 7)), (None, Quorums((0, 1, 3)))], ids=str
 )
 def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
-    assert ranks.run(7, chosen_by_links, links) == [(Chosen, str((kind, 1)))] * 7
+    assert ranks.run(7, choices_on_hosts, [0] * 7, links) == [((7, kind, 1), 7)] * 7
 
 
-def on_hosts(patch, group, hosts):
-    """Have ranks be on hosts, with links that have not been measured."""
-    patch.setattr(transports, "_hosts", {})
-    patch.setattr(transports, "_host", lambda: hosts[dist.get_rank(group)])
-    patch.setattr(probe, "_measured", {})
-    patch.setattr(prepared, "_prepared", {})
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "number"),
+    [([7, 7, 7, 7], 4), ([7, 7, 9, 9], 2), ([7, 7, 7, 9], 1), ([7, 9, 7, 9], 1), ([7], 1)],
+    ids=str,
+)
+def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
+    for (chosen, *_), known in ranks.run(len(hosts), choices_on_hosts, hosts):
+        assert chosen == known == number
 
 
 def probe_of_hosts(group, hosts):

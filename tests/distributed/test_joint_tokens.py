@@ -1,13 +1,11 @@
 """Joint tokens give the attention of the whole sequence, wherever their rows are computed."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from programs import NAMES, ShardedProblem, cut, largest_error, raised
-from random_problems import kinds_of
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
 from torch.distributed import _functional_collectives
@@ -62,17 +60,6 @@ def test_every_world_is_exact(ranks, num_ranks):
         assert max(errors) < 1e-10
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_every_kind_of_plan_is_exact(ranks, is_causal):
-    case, problems = replace(CASES[1], is_causal=is_causal), []
-    for seed, plan in enumerate(kinds_of(4)[is_causal::2]):
-        options = {"plan": plan, "head_parallel": 1, "verify": seed % 3 == 0}
-        cuts = cut((42, 42), 4, seed)
-        problems.append((case, cuts, options, (5, 5), ("front", "rear")[seed % 2]))
-    for errors in ranks.run(4, joint_errors, problems):
-        assert max(errors) < 1e-10
-
-
 def has_contiguous_copies(group, case, cuts, joint):
     """Return whether the joint rows that are sent are contiguous, as NCCL requires."""
     problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
@@ -93,28 +80,6 @@ def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
     joint = number, number
     cuts = cuts_beside(CASES[0], joint, 2, 1)
     assert ranks.run(2, has_contiguous_copies, CASES[0], cuts, joint) == [[True]] * 2
-
-
-def compare_prepared(group, case, cuts, options):
-    """Return whether a call prepared for one joint token equals a call with six of them."""
-    problem = ShardedProblem(group, case, cuts, torch.float32, joint=(6, 6), position="rear")
-    seed = {"seed": 3} if "dropout_p" in options else {}
-    options = problem.arguments | options
-    few = {name: each[:, :, :1] for name, each in problem.joint.items()}
-    prepared = cqs.distributed.prepare(*problem.tensors, **few, **options)
-    outputs = [
-        prepared(*problem.tensors, **problem.joint, **seed),
-        cqs.distributed.attention(*problem.tensors, **problem.joint, **options, **seed),
-    ]
-    return torch.equal(*outputs) and all(map(torch.equal, *map(problem.gradients, outputs)))
-
-
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"num_chunks": 2}], ids=str)
-def test_prepared_calls_take_other_numbers_of_joint_tokens(ranks, options):
-    for num_ranks in (1, 3):
-        cuts = cut((41, 41), num_ranks, 3)
-        are_alike = ranks.run(num_ranks, compare_prepared, CASES[1], cuts, options)
-        assert are_alike == [True] * num_ranks
 
 
 def count_joint_bytes(group, number):

@@ -44,8 +44,14 @@ class Passes:
         return all(map(torch.allclose, results, self.expected))
 
 
-def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
+def outcomes_of_threads(group, num_groups, pass_, is_in_turn=False):
     """Call on new groups of all ranks from two threads, each with a problem of its own length.
+
+    Args:
+        group: The process group.
+        num_groups: Number of groups: one for both threads, or one for each.
+        pass_: The pass in which the threads overlap, "forward" or "backward".
+        is_in_turn: Whether the second thread starts when the first has ended, on all ranks.
 
     Returns:
         For each thread, what it got from each call: ``True`` if the gradients are right, ``False``
@@ -57,19 +63,21 @@ def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
     outputs = [each.problem.attend() for each in passes] if pass_ == "backward" else ()
 
     def run_passes(number):
-        for _ in range(num_calls):
+        for _ in range(3):
             try:
                 output = outputs[number] if outputs else passes[number].problem.attend()
                 outcomes[number].append(passes[number].differentiate(output))
             except Exception as error:
                 outcomes[number].append((type(error), str(error)))
 
-    order = (0, 1) if rank else (1, 0)
+    order = (0, 1) if rank or is_in_turn else (1, 0)
     threads = [threading.Thread(target=run_passes, args=(number,)) for number in order]
     if not rank:
         time.sleep(0.3)  # until both threads of all other ranks have called
     for thread in threads:
         thread.start()
+        if is_in_turn:
+            thread.join()
     for thread in threads:
         thread.join()
     return outcomes
@@ -89,9 +97,10 @@ def test_threads_that_share_a_group_get_an_error(ranks, pass_):
             assert error in (RuntimeError, ValueError) and BY_ONE_THREAD in text
 
 
-def test_threads_may_call_on_groups_of_their_own(ranks):
-    for pass_ in ("forward", "backward"):
-        assert ranks.run(8, outcomes_of_threads, 2, pass_) == [([True] * 3, [True] * 3)] * 8
+def test_threads_may_call_on_groups_of_their_own_or_one_after_another(ranks):
+    for arguments in ((2, "forward"), (2, "backward"), (1, "forward", True)):
+        found = ranks.run(8, outcomes_of_threads, *arguments)
+        assert found == [([True] * 3, [True] * 3)] * 8
 
 
 def outcomes_of_steps(group, kind):
@@ -142,42 +151,8 @@ def test_threads_do_not_interleave_the_messages_of_a_call(ranks, kind):
             assert error is RuntimeError and BY_ONE_THREAD in text
 
 
-def calls_of_threads_in_turn(group):
-    """Return whether calls of several threads, one after another, are right."""
-    passes, are_right = Passes(group), []
-
-    def run_passes():
-        are_right.append(passes.differentiate(passes.problem.attend()))
-
-    for _ in range(3):
-        thread = threading.Thread(target=run_passes)
-        thread.start()
-        thread.join()
-    return are_right
-
-
-def test_threads_may_call_one_after_another(ranks):
-    assert ranks.run(3, calls_of_threads_in_turn) == [[True] * 3] * 3
-
-
 def is_last(group):
     return dist.get_rank(group) == dist.get_world_size(group) - 1
-
-
-def differentiate_out_of_order(group):
-    """Run two backward passes, on the last rank in another order."""
-    made = dist.new_group(timeout=timedelta(seconds=2))
-    passes = [Passes(made) for _ in range(2)]
-    outputs = [each.problem.attend() for each in passes]
-    for number in (1, 0) if is_last(group) else (0, 1):
-        passes[number].differentiate(outputs[number])
-
-
-def test_backward_passes_in_another_order_are_named(ranks):
-    for error, text in ranks.run(8, raised, differentiate_out_of_order):
-        assert error is ValueError
-        assert text.startswith("rank 7 of the group has call 'the backward pass of call 1', rank 0")
-        assert text.endswith("has 'the backward pass of call 0'")
 
 
 def attend_without_the_last(group):
