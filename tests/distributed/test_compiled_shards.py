@@ -1,19 +1,18 @@
 """``torch.compile`` keeps attention over the shards of two ranks in one graph."""
 
 import pytest
-import torch
 from compiled import (
+    attend_by_heads,
+    attend_reordered,
     check_operator,
     compare,
     compare_in_autocast,
     compare_joint,
     compare_meshes,
-    complain_about_order,
-    complain_about_placements,
     count_graphs,
     documents_of,
-    train_with_fsdp,
 )
+from programs import raised
 
 from cqs.patterns import causal, documents, per_head, sliding_window
 from cqs.scheduler import Grid2D
@@ -77,7 +76,7 @@ def test_the_operator_passes_opcheck(ranks):
 
 def test_calls_that_the_compiler_has_reordered_on_one_rank(ranks):
     """They have equal arguments, so each would be paired with the other one."""
-    for error, text in ranks.run(2, complain_about_order):
+    for error, text in ranks.run(2, raised, attend_reordered):
         assert error is ValueError
         assert text == "rank 1 of the group has place in its compiled graph 2, rank 0 has 1"
 
@@ -89,11 +88,5 @@ def test_meshes_and_dtensors(ranks):
 
 
 def test_dtensors_that_are_not_sharded_on_the_sequence(ranks):
-    for error, text in ranks.run(2, complain_about_placements):
+    for error, text in ranks.run(2, raised, attend_by_heads):
         assert error is ValueError and text.startswith("query must have") and "dim=1" in text
-
-
-def test_blocks_of_fsdp(ranks):
-    found, expected = (ranks.run(2, train_with_fsdp, each) for each in (True, False))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

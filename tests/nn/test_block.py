@@ -19,7 +19,6 @@ from models import (
 )
 from support.exact import assert_tracks_exact
 
-from cqs.nn import HybridDecoder
 from cqs.patterns import causal, global_tokens, per_head, sliding_window, strided
 
 pytestmark = pytest.mark.slow
@@ -72,8 +71,11 @@ def test_shards_may_differ_between_tensor_axes(mesh_ranks):
     assert max(mesh_ranks.run(6, uneven_difference, (3, 2, 1, 1, 8, 8), (3, 2))) < 1e-11
 
 
-def test_gradients_are_those_under_fully_shard(mesh_ranks):
-    assert max(mesh_ranks.run(4, difference_under_fully_shard, (2, 2))) < 1e-11
+@pytest.mark.parametrize(("shape", "is_compiled"), [((2, 2), False), ((2, 1), True)], ids=str)
+def test_gradients_are_those_under_fully_shard(mesh_ranks, shape, is_compiled):
+    num_ranks = shape[0] * shape[1]
+    errors = mesh_ranks.run(num_ranks, difference_under_fully_shard, shape, is_compiled)
+    assert max(errors) < 1e-11
 
 
 def test_states_move_between_layouts(mesh_ranks):
@@ -151,13 +153,7 @@ def test_a_compiled_decoder_on_a_mesh_trains_as_on_one_device(mesh_ranks):
     assert max(map(max, errors)) < 1e-11
 
 
-def test_blocks_of_a_decoder_are_alike():
-    for blocks in ([], [make_block(None), make_block(None, hidden_size=48)]):
-        with pytest.raises(ValueError, match="blocks must be at least one"):
-            HybridDecoder(5, blocks)
-
-
 def test_gradients_of_what_some_ranks_did_not_use(mesh_ranks):
-    for gradients, message in mesh_ranks.run(2, gradients_of_experts):
+    for gradients, complaint in mesh_ranks.run(2, gradients_of_experts):
         assert gradients == [[[1.0, 1.0]], [[10.0, 10.0]], None]
-        assert message == "rank 1 of the group has parameters 3, rank 0 has 2"
+        assert complaint == (ValueError, "rank 1 of the group has parameters 3, rank 0 has 2")
