@@ -5,12 +5,13 @@ import time
 from datetime import timedelta
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+from programs import fail_in_computation, random_cuts
 
 import cqs.distributed
 from cqs.patterns import sliding_window
-from cqs.worker import Worker
 
 SILENT = ("raise", "within")
 """Kinds of programs in which a rank does not answer: the others raise after the timeout."""
@@ -89,10 +90,8 @@ def random_program(seed, num_ranks):
     calls, events, pending = [], [], []
     for i in range(generator.randint(2, 5)):
         queries = generator.choice([12, 16, 24])
-        cuts = [
-            [0, *sorted(generator.randint(0, n) for _ in range(num_ranks - 1)), n]
-            for n in (queries, generator.choice([queries, 20]))
-        ]
+        lengths = queries, generator.choice([queries, 20])
+        cuts = random_cuts(generator, lengths, num_ranks)
         if calls and generator.random() < 0.5:
             cuts = calls[-1].cuts
         options = {"scale": 0.2 + 0.05 * i}
@@ -133,11 +132,8 @@ def events_of(program, rank):
     if rank != program.of_rank:
         return events
     if program.kind == "skip":
-        events = [
-            event
-            for i, event in enumerate(events)
-            if i != at and event != ("backward", events[at][1])
-        ]
+        backward = "backward", events[at][1]
+        events = [each for i, each in enumerate(events) if i != at and each != backward]
     if program.kind == "extra":
         events.insert(at, events[at])
     if program.kind == "swap":
@@ -177,8 +173,7 @@ def outcome(group, program):
                 raise KeyError("as if")
             if pass_ == "forward":
                 kind = program.kind if differs and i == program.at else ""
-                forward[number] = run_forward(group, program, number, kind)
-                is_right = forward[number][-1]
+                forward[number], is_right = run_forward(group, program, number, kind)
             else:
                 is_right = run_backward(forward[number])
         except Exception as error:
@@ -187,67 +182,54 @@ def outcome(group, program):
     return right, wrong, "", "", 0.0
 
 
+class Forward(NamedTuple):
+    """What a forward pass leaves to the backward pass, of this rank and of one process."""
+
+    output: torch.Tensor
+    shards: list[torch.Tensor]
+    expected: torch.Tensor
+    whole: list[torch.Tensor]
+    rows: list[slice]
+    """Rows of query, key and value that this rank has."""
+
+
 def run_forward(group, program, number, kind):
-    """Return output, shards, the whole problem's output and tensors, and whether it is right."""
+    """Return the pass and whether its output is right."""
     call, rank = program.calls[number], dist.get_rank(group)
-    batch, heads, kv_heads, dim = (1, 4, 4, 8)
+    batch, *heads, dim = TENSORS[program.name] if kind == "tensors" else (1, 4, 4, 8)
     options = dict(call.options)
-    if kind == "tensors":
-        batch, heads, kv_heads, dim = TENSORS[program.name]
-    elif kind in ("argument", "invalid"):
+    if kind in ("argument", "invalid"):
         options[program.name] = {"argument": ARGUMENTS, "invalid": INVALID}[kind][program.name]
     generator = torch.Generator().manual_seed(1000 * program.seed + number)
-    sides = zip((heads, kv_heads, kv_heads), (0, 1, 1), strict=True)
-    whole = [
-        torch.randn(
-            batch, h, call.cuts[side][-1], dim, generator=generator, dtype=torch.float64
-        ).requires_grad_()
-        for h, side in sides
-    ]
-    shards = [
-        tensor.detach()[:, :, slice(*call.cuts[side][rank : rank + 2])]
-        .clone()
-        .requires_grad_(kind != "gradients")
-        for tensor, side in zip(whole, (0, 1, 1), strict=True)
-    ]
-    attend = cqs.distributed.attention
-    if call.is_prepared and not kind:
-        seed = options.pop("seed", None)
-        prepared = cqs.distributed.prepare(*shards, group=group, **options)
-        answer = prepared(*shards, seed=seed)
-        options["seed"] = seed
-    elif kind == "within":
-        answer = fail_within(lambda: attend(*shards, group=group, **options))
-    else:
-        answer = attend(*shards, group=group, **options)
+    whole, shards, rows = [], [], []
+    for side in (0, 1, 1):
+        shape = batch, heads[side], call.cuts[side][-1], dim
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+        rows.append(slice(*call.cuts[side][rank : rank + 2]))
+        shards.append(tensor[:, :, rows[-1]].clone().requires_grad_(kind != "gradients"))
+        whole.append(tensor.requires_grad_())
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "within":
+            fail_in_computation(patch)
+        if call.is_prepared and not kind:
+            seed = options.pop("seed", None)
+            answer = cqs.distributed.prepare(*shards, group=group, **options)(*shards, seed=seed)
+            options["seed"] = seed
+        else:
+            answer = cqs.distributed.attention(*shards, group=group, **options)
     output = answer.output if isinstance(answer, tuple) else answer
     known = {"is_causal", "pattern", "scale", "dropout_p", "seed", "backend"}
     expected = cqs.attention(*whole, **{k: v for k, v in options.items() if k in known})
-    rows = slice(*call.cuts[0][rank : rank + 2])
-    is_right = torch.allclose(output, expected[:, :, rows], atol=1e-9)
-    return output, shards, expected, whole, call.cuts, rank, is_right
+    is_right = torch.allclose(output, expected[:, :, rows[0]], atol=1e-9)
+    return Forward(output, shards, expected, whole, rows), is_right
 
 
 def run_backward(forward):
     """Return whether the gradients of this rank's shards are right."""
-    output, shards, expected, whole, cuts, rank, _ = forward
+    output, shards, expected, whole, rows = forward
     found = torch.autograd.grad(output.square().sum(), shards, retain_graph=True)
     exact = torch.autograd.grad(expected.square().sum(), whole, retain_graph=True)
     return all(
-        torch.allclose(ours, of_whole[:, :, slice(*cuts[side][rank : rank + 2])], atol=1e-9)
-        for ours, of_whole, side in zip(found, exact, (0, 1, 1), strict=True)
+        torch.allclose(ours, of_whole[:, :, own], atol=1e-9)
+        for ours, of_whole, own in zip(found, exact, rows, strict=True)
     )
-
-
-def fail_within(call):
-    """Make a call in which the computation fails, after the ranks have agreed."""
-    whole = Worker.run_together, Worker.run_steps
-
-    def fail(*arguments, **options):
-        raise torch.OutOfMemoryError("as if")
-
-    Worker.run_together = Worker.run_steps = fail
-    try:
-        return call()
-    finally:
-        Worker.run_together, Worker.run_steps = whole

@@ -284,10 +284,10 @@ def make_driver():
     """Return a double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
     blocks = {}
 
-    def write_flag(address, value):
-        ctypes.c_int32.from_address(address).value = value
+    def write_words(address, value, number=1):
+        (ctypes.c_int32 * number).from_address(address)[:] = [value] * number
 
-    def read_flag(address):
+    def read_word(address):
         return ctypes.c_int32.from_address(address).value
 
     def allocate(num_bytes):
@@ -299,21 +299,17 @@ def make_driver():
         # Kept, so that a read after the free finds wrong values.
         ctypes.memset(address, 254, blocks[address].nbytes)
 
-    def reset_flags(address, value, num_flags):
-        for i in range(num_flags):
-            write_flag(address + 4 * i, value)
-
     def fill_words(address, value, number, stream):
-        _streams[stream].enqueue(lambda: reset_flags(address, value, number))
+        _streams[stream].enqueue(lambda: write_words(address, value, number))
 
     def copy(target, source, num_bytes, stream):
         _streams[stream].enqueue(lambda: ctypes.memmove(target, source, num_bytes))
 
     def wait_word(stream, address, least):
-        _streams[stream].enqueue(is_ready=lambda: read_flag(address) >= least)
+        _streams[stream].enqueue(is_ready=lambda: read_word(address) >= least)
 
     def write_word(stream, address, value):
-        _streams[stream].enqueue(lambda: write_flag(address, value))
+        _streams[stream].enqueue(lambda: write_words(address, value))
 
     return types.SimpleNamespace(
         blocks=blocks,

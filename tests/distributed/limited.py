@@ -5,18 +5,17 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from programs import check_tracks_exact, largest_error
 
-from cqs.executors.distributed import prepared
+from cqs.executors.distributed import bounded, prepared
+from cqs.executors.distributed.batches import CutPlan
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.streamed_task import StreamedTask, _Sums
 from cqs.partial import RunningMerge
-from cqs.scheduler import AttentionShape
-from cqs.scheduler.token_order import Flow, held_bytes
 from cqs.worker import Worker
 from cqs.worker.memory import record_cpu_memory
 
@@ -33,20 +32,23 @@ BEGIN, END = 1_000_003, 1_000_033
 """Bytes of tensors that mark the beginning and the end of such a function among allocations."""
 
 
-class PassBytes(NamedTuple):
-    """Bytes that a pass of a task held, and those that the cost model predicts, if it does."""
+class Measured(NamedTuple):
+    """What a function returns, and the memory of the passes in it."""
 
-    measured: int
+    result: Any
+    held: int
+    """Most bytes that a pass of a task held on this rank."""
     predicted: int | None
+    """Most bytes that any rank holds with the order of tokens that was chosen, if one was."""
 
 
-def measure_passes(compute):
-    """Run a function; return its result and the bytes held in each pass of a task.
+def measure(compute):
+    """Run a function with passes of a task.
 
     Outputs, LSEs and gradients of the shard are not counted, nor is the memory of
     the functions in ``SCRATCH``, except the tensors that a worker returns.
     """
-    passes, returned = [], []
+    passes, returned, predicted = [], [], []
 
     def marked(function, *arguments, **options):
         torch.empty(BEGIN, dtype=torch.uint8)
@@ -72,19 +74,12 @@ def measure_passes(compute):
                 held += change
             peak = max(peak, held)
         returned.clear()
-        predicted = None
-        if isinstance(task, StreamedTask):
-            problem, *others = arguments
-            query, value = (
-                (problem.query, problem.value) if is_forward else (others[0][0], others[0][2])
-            )
-            batch, num_heads, _, head_dim = query.shape
-            shape = AttentionShape(
-                num_heads, head_dim, batch, value_dim=value.shape[3], itemsize=query.itemsize
-            )
-            predicted = predicted_bytes(task, shape, is_backward=not is_forward)
-        passes.append(PassBytes(peak - of_shard, predicted))
+        passes.append(peak - of_shard)
         return found
+
+    def noted(function, *arguments, **options):
+        predicted.append(function(*arguments, **options))
+        return predicted[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in SCRATCH:
@@ -92,7 +87,10 @@ def measure_passes(compute):
         for owner in (RankTask, StreamedTask):
             patch.setattr(owner, "attend", _method(measured, owner.attend, True))
             patch.setattr(owner, "differentiate", _method(measured, owner.differentiate, False))
-        return compute(), passes
+        patch.setattr(CutPlan, "most_bytes", _method(noted, CutPlan.most_bytes))
+        bounded._choose.cache_clear()
+        result = compute()
+        return Measured(result, max(passes), predicted[-1] if predicted else None)
 
 
 def is_part(tensor):
@@ -109,7 +107,7 @@ def _method(wrapper, function, *given):
 
 def errors_and_bytes(group, problems):
     """Return the largest error of every problem, and the bytes that its passes hold."""
-    return [measure_passes(partial(largest_error, group, *problem)) for problem in problems]
+    return [measure(partial(largest_error, group, *problem)) for problem in problems]
 
 
 def smallest_limits(group, problems):
@@ -128,36 +126,14 @@ def smallest_limit(compute, options):
     return 1
 
 
-def predicted_bytes(task, shape, *, is_backward):
-    """Return the bytes that the cost model predicts for a pass of a streamed task."""
-    layout = task.layout
-    (of_queries, of_keys, _), *_ = (chunk.heads for chunk in layout.chunks)
-    shape = replace(shape, num_heads=len(of_queries[0]), num_kv_heads=len(of_keys[0]))
-    batches = [
-        (flow_of(batch.route), [flow_of(part.route) for part in batch.parts])
-        for batch in task.batches
-    ]
-    shard = len(layout.queries), len(layout.keys)
-    groups = len({*of_queries}), len({*of_keys})
-    return held_bytes(shape, task.resident, batches, shard, groups, is_backward=is_backward)
-
-
-def flow_of(route):
-    own = route.receives[route.rank]
-    return Flow(sum(route.receives), sum(route.lengths) - own, own, route.is_local)
-
-
 def bytes_within(group, case, cuts, factors, *arguments):
     """Check results against float64, and return limits and the bytes that the passes hold."""
 
     def compute(options):
         check_tracks_exact(group, case, cuts, options, *arguments)
 
-    least = smallest_limit(compute, {})
-    return [
-        (factor * least, measure_passes(partial(compute, {"max_bytes": factor * least}))[1])
-        for factor in factors
-    ]
+    limits = [factor * smallest_limit(compute, {}) for factor in factors]
+    return [(limit, measure(partial(compute, {"max_bytes": limit}))) for limit in limits]
 
 
 def within_free_memory(group, case, cuts, free):
@@ -170,4 +146,4 @@ def within_free_memory(group, case, cuts, free):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
         patch.setattr(prepared._Placement, "of", classmethod(limited))
-        return measure_passes(partial(largest_error, group, case, cuts, {}))
+        return measure(partial(largest_error, group, case, cuts, {}))

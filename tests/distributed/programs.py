@@ -1,8 +1,10 @@
 """What ranks run: attention on their shards, compared with attention of the whole sequence."""
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.exact import assert_tracks_exact, eager_output, exact_answer
@@ -15,13 +17,16 @@ from cqs.worker import Worker
 NAMES = "query", "key", "value"
 
 
-def cut(lengths, num_ranks, seed):
+def random_cuts(generator, lengths, num_ranks):
     """Cut queries and keys at random: some shards are empty."""
-    generator = random.Random(seed)
     return [
         [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
         for length in lengths
     ]
+
+
+def cut(lengths, num_ranks, seed):
+    return random_cuts(random.Random(seed), lengths, num_ranks)
 
 
 def even_cuts(length, num_ranks):
@@ -142,18 +147,6 @@ def largest_errors(group, problems):
     return [largest_error(group, *problem) for problem in problems]
 
 
-def errors_without_gradients(group, problems):
-    """Return the largest error of each output that is computed for no backward pass."""
-    found = []
-    for case, cuts, options in problems:
-        problem = ShardedProblem(group, case, cuts)
-        with torch.no_grad():
-            output, lse = problem.attend(return_lse=True, **options)
-        (exact, *_), exact_lse = problem.expected()
-        found.append(max(difference(output, exact), difference(lse, exact_lse)))
-    return found
-
-
 def check_tracks_exact(group, case, cuts, options, dtype, device="cpu", **joint):
     """Compare with float64 by the rule for rounding."""
     problem = ShardedProblem(group, case, cuts, dtype, device, **joint)
@@ -175,6 +168,22 @@ def deviating_calls(group, number, *arguments):
     """Return which of some equal calls have other bits than the first."""
     first, *others = (bits(group, *arguments) for _ in range(number))
     return [i for i, each in enumerate(others) if not all(map(torch.equal, each, first))]
+
+
+@contextmanager
+def count_bytes():
+    """Yield a list to which the bytes of all messages are added that this rank sends."""
+    post, sent = dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sends = [each.op is dist.isend for each in messages]
+        assert sends == sorted(sends), "gloo is slow unless receives are posted first"
+        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        yield sent
 
 
 def fail(*arguments, **options):

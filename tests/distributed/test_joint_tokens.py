@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from programs import NAMES, ShardedProblem, cut, largest_error, raised
+from programs import NAMES, ShardedProblem, count_bytes, cut, largest_error, raised
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
 from torch.distributed import _functional_collectives
@@ -82,23 +82,16 @@ def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
     assert ranks.run(2, has_contiguous_copies, CASES[0], cuts, joint) == [[True]] * 2
 
 
-def count_joint_bytes(group, number):
+def joint_bytes_sent(group, number):
     """Return the bytes that this rank sends as messages in both passes.
 
     Args:
         group: The process group.
         number: Number of joint tokens beside 20 tokens of each rank.
     """
-    post, sent = dist.batch_isend_irecv, []
-
-    def post_and_count(messages):
-        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
-        return post(messages)
-
     tensors = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(3)]
     joint = {name: torch.ones(1, 2, number, 8) for name in JOINT_NAMES}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+    with count_bytes() as sent:
         output = cqs.distributed.attention(*tensors, **joint, group=group, head_parallel=1)
         output.sum().backward()
     return sum(sent)
@@ -106,7 +99,7 @@ def count_joint_bytes(group, number):
 
 def test_every_rank_sends_its_part_of_the_joint_tokens(ranks):
     """Three of nine beside 20 rows: 15 % more, on every rank."""
-    without, joined = (ranks.run(3, count_joint_bytes, number) for number in (0, 9))
+    without, joined = (ranks.run(3, joint_bytes_sent, number) for number in (0, 9))
     assert min(without) > 0 and joined == [sent * 23 // 20 for sent in without]
 
 

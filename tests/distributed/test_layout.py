@@ -4,8 +4,10 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from layouts import lay_out_all
+from programs import random_cuts
 
 from benchmarks.fitting import fit, read_rows
 from cqs.executors.distributed.route import cut_shards
@@ -26,17 +28,14 @@ def choose_plan(case, num_ranks, with_gradients, machine=MACHINES["H200"], **opt
     return found.kind, found.head_parallel
 
 
-def random_lengths(total, num_ranks, generator):
-    marks = sorted(generator.randint(0, total) for _ in range(num_ranks - 1))
-    return tuple(b - a for a, b in zip([0, *marks], [*marks, total], strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", range(1, 14))
 def test_every_token_needed_comes_once_from_its_shard(num_ranks):
     generator = random.Random(num_ranks)
-    for _ in range(20):
-        lengths = [random_lengths(generator.randint(0, 90), num_ranks, generator) for _ in range(2)]
+    for _ in range(10):
+        totals = [generator.randint(0, 90) for _ in range(2)]
+        cuts = random_cuts(generator, totals, num_ranks)
+        lengths = [tuple(np.diff(each).tolist()) for each in cuts]
         options = {
             "head_parallel": generator.choice([h for h in (1, 2, 3, 4) if num_ranks % h == 0]),
             "pattern": generator.choice([None, sliding_window(9, 4)]),

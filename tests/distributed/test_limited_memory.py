@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from layouts import DEFAULTS
 from limited import (
     bytes_within,
     errors_and_bytes,
-    measure_passes,
+    measure,
     smallest_limits,
     within_free_memory,
 )
@@ -43,13 +44,12 @@ def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, bat
     ]
     found = ranks.run(num_ranks, errors_and_bytes, limited)
     for problem, least, limit, *of_ranks in zip(limited, smallest[0], limits, *found, strict=True):
-        held = [each for _, passes in of_ranks for each in passes]
-        assert max(error for error, _ in of_ranks) < 1e-10, problem
-        others = [each for each in held if each.predicted not in (None, each.measured)]
-        assert not others, problem
-        assert max(each.measured for each in held) <= limit, (problem, held)
+        errors, held, predicted = zip(*of_ranks, strict=True)
+        assert max(errors) < 1e-10, problem
+        assert max(held) <= limit, (problem, held)
+        assert {*predicted} in ({None}, {max(held)}), problem
         if limit == least > 1:
-            assert max(each.predicted for each in held) == limit, problem
+            assert max(held) == limit, problem
 
 
 EVEN = even_cuts(112, 7)
@@ -59,8 +59,7 @@ def bytes_without_gradients(group, case, options):
     """Return the bytes that a call holds without a backward pass."""
     problem = ShardedProblem(group, case, EVEN)
     with torch.no_grad():
-        _, passes = measure_passes(partial(problem.attend, **options))
-    return max(each.measured for each in passes)
+        return measure(partial(problem.attend, **options)).held
 
 
 def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
@@ -79,10 +78,10 @@ def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
 )
 def test_every_dtype_tracks_exact_and_holds_what_is_predicted(ranks, dtype, is_causal):
     case = Case("dtypes", 112, 112, 4, 2, 32, is_causal=is_causal)
-    for limits in ranks.run(7, bytes_within, case, EVEN, (1, 2, 4), dtype):
-        for limit, passes in limits:
-            for held in passes:
-                assert held.measured == held.predicted <= limit
+    for of_ranks in zip(*ranks.run(7, bytes_within, case, EVEN, (1, 2, 4), dtype), strict=True):
+        (limit, *_), measured = zip(*of_ranks, strict=True)
+        held = max(each.held for each in measured)
+        assert all(held == each.predicted <= limit for each in measured)
 
 
 def test_every_run_is_bitwise_identical(ranks):
@@ -106,11 +105,10 @@ def test_without_a_limit_the_free_memory_is_one(ranks, free):
     """An order that fits none is the one that holds the fewest bytes."""
     case = Case("free", 112, 112, 4, 2)
     ((least,), *_) = ranks.run(7, smallest_limits, [(case, EVEN, {})])
-    for error, passes in ranks.run(7, within_free_memory, case, EVEN, free):
+    for error, held, predicted in ranks.run(7, within_free_memory, case, EVEN, free):
         assert error < 1e-10
-        for held in passes:
-            assert (held.predicted is None) == (free == 10**9)
-            assert held.measured <= max(free, least)
+        assert (predicted is None) == (free == 10**9)
+        assert held <= max(free, least)
 
 
 def test_the_least_memory_is_two_shards_of_keys_and_less_with_head_chunks(ranks):
@@ -156,17 +154,8 @@ def test_orders_are_predicted_for_every_kind():
 def test_many_ranks_take_an_order_that_fits():
     """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
     shape = AttentionShape(8, 64, num_kv_heads=4)
-    options = {
-        "head_parallel": "auto",
-        "num_chunks": None,
-        "is_causal": True,
-        "pattern": None,
-        "plan": "any",
-        "tile": 1,
-        "chunk_rule": SENT,
-        "with_gradients": True,
-        "machine": Machine(devices_per_node=8, between=50e9),
-    }
+    options = DEFAULTS | {"is_causal": True, "plan": "any", "chunk_rule": SENT}
+    options |= {"with_gradients": True, "machine": Machine(devices_per_node=8, between=50e9)}
 
     def lay_out(max_bytes):
         limit = Limit(max_bytes, True, shape, False)

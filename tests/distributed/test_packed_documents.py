@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from layouts import lay_out_all
-from programs import errors_without_gradients, largest_errors
+from programs import largest_errors, random_cuts
 
 from benchmarks.cases import Case
 from cqs.patterns import documents, sliding_window
@@ -36,16 +36,12 @@ def random_pattern(generator, length, *, is_causal=None):
     return pattern, pattern.default_lengths
 
 
-def random_cuts(generator, length, number):
-    return [0, *sorted(generator.randint(0, length) for _ in range(number - 1)), length]
-
-
 def random_packing(generator, num_ranks):
     """Return a case, random shards of it, and options of ``cqs.distributed.attention``."""
     pattern, lengths = random_pattern(generator, 90)
     num_heads, num_kv_heads = generator.choice([(4, 4), (4, 2), (4, 1), (3, 3), (8, 2)])
     case = Case("packed", *lengths, num_heads, num_kv_heads, head_dim=8, pattern=pattern)
-    cuts = [random_cuts(generator, length, num_ranks) for length in lengths]
+    cuts = random_cuts(generator, lengths, num_ranks)
     options = {"num_chunks": generator.randint(1, 3)}
     if generator.random() < 0.1:  # other kinds are candidates too
         options["links"] = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
@@ -62,10 +58,9 @@ def random_packing(generator, num_ranks):
 def test_random_packings_are_exact(ranks, batch):
     generator, num_ranks = random.Random(batch), 8 - batch % 8
     problems = [random_packing(generator, num_ranks) for _ in range(BATCH)]
-    for program in (largest_errors, errors_without_gradients):
-        found = ranks.run(num_ranks, program, problems)
-        for *errors, problem in zip(*found, problems, strict=True):
-            assert max(errors) < 1e-10, problem
+    found = ranks.run(num_ranks, largest_errors, problems)
+    for *errors, problem in zip(*found, problems, strict=True):
+        assert max(errors) < 1e-10, problem
 
 
 def test_plans_of_documents_are_valid():
@@ -74,7 +69,7 @@ def test_plans_of_documents_are_valid():
         (pattern, lengths), num_tasks = random_pattern(generator, 300), generator.randint(1, 9)
         kind = Documents(tolerance=generator.choice([0.0, 0.01, 0.3, math.inf]))
         if generator.random() < 0.5:
-            cuts = (random_cuts(generator, length, num_tasks) for length in lengths)
+            cuts = random_cuts(generator, lengths, num_tasks)
             kind = Documents(*(tuple(np.diff(each).tolist()) for each in cuts), kind.tolerance)
         tile = generator.choice([1, 16])
         plan = make_plan(*lengths, num_tasks=num_tasks, kind=kind, tile=tile, pattern=pattern)
