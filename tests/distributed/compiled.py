@@ -155,24 +155,10 @@ def check_operator(group):
     """Run opcheck on the operator and its backward pass; the default group has more ranks."""
     window = sliding_window(5)
     handle, seed = window.handle, torch.tensor(3)
-    options = (
-        True,
-        True,
-        2.0,
-        False,
-        0.3,
-        "1",
-        None,
-        "rows",
-        [1e9, 1e-5],
-        10**6,
-        None,
-        True,
-        False,
-    )
+    options = True, True, 2.0, False, 0.3, "1", None, "rows", [1e9, 1e-5], 10**6, None, True, False
     tensors = operands(9)
-    where = (None, None, handle, seed, False, *options, group.group_name, "front", [0, 0])
     shapes = [list(each.shape) for each in tensors]
+    where = (None, None, handle, seed, False, *options, group.group_name, "front", [0, 0])
     backward = torch.ops.cqs.sharded_attention_backward.default
     opcheck(_operator, (*(each.detach() for each in tensors), None, *where, False, 0))
     for sinks in (None, torch.zeros(tensors[0].shape[1], requires_grad=True)):

@@ -3,6 +3,7 @@
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ def cut(lengths, num_ranks, seed):
 
 def even_cuts(length, num_ranks):
     return 2 * [[length * rank // num_ranks for rank in range(num_ranks + 1)]]
+
+
+def split_rows(length, number, position, marks):
+    """Return the joint rows of a whole sequence, and the rows of each shard."""
+    first = 0 if position == "front" else length - number
+    joint = list(range(first, first + number))
+    others = [row for row in range(length) if row not in joint]
+    return joint, [others[start:stop] for start, stop in pairwise(marks)]
 
 
 class ShardedProblem:
@@ -63,29 +72,24 @@ class ShardedProblem:
         self.group, self.rank = group, dist.get_rank(group)
         self.problem = case.make(dtype, device)
         self.whole = [getattr(self.problem, name) for name in NAMES]
-        numbers, marks = (joint[0], joint[1], joint[1]), (cuts[0], cuts[1], cuts[1])
-        is_front = position == "front"
-        self.tensors, self.joint, shard_rows, joint_rows = [], {}, [], []
+        self.tensors, self.joint, self._leaf_rows = [], {}, []
+        """Shards; joint tensors by name; of each of them, the tensor in ``whole`` and its rows."""
+        rows_of_joint = []
         for side, (name, tensor) in enumerate(zip(NAMES, self.whole, strict=True)):
-            number, length = numbers[side] or 0, tensor.shape[2]
-            first = number if is_front else 0
-            rows = list(range(length))[first : first + length - number]
-            shard_rows.append(rows[slice(*marks[side][self.rank : self.rank + 2])])
-            joint_rows.append(list(range(number) if is_front else range(length - number, length)))
-            self.tensors.append(tensor[:, :, shard_rows[-1]].requires_grad_())
-            if numbers[side] is not None:
-                self.joint[f"joint_{name}"] = tensor[:, :, joint_rows[-1]].requires_grad_()
+            number, marks = joint[min(side, 1)], cuts[min(side, 1)]
+            together, of_ranks = split_rows(tensor.shape[2], number or 0, position, marks)
+            self.tensors.append(tensor[:, :, of_ranks[self.rank]].requires_grad_())
+            self._leaf_rows.append((side, of_ranks[self.rank]))
+            if number is not None:
+                self.joint[f"joint_{name}"] = tensor[:, :, together].requires_grad_()
+                rows_of_joint.append((side, together))
             if not side:
                 self._all_rows = [
-                    (joint_rows[0] if is_front else [])
-                    + rows[slice(*marks[0][rank : rank + 2])]
-                    + ([] if is_front else joint_rows[0])
-                    for rank in range(dist.get_world_size(group))
+                    together + own if position == "front" else own + together for own in of_ranks
                 ]
+        self._leaf_rows += rows_of_joint
         self.rows = self._all_rows[self.rank]
         """Rows of the whole sequence that this rank's result has."""
-        sides = [side for side in range(3) if numbers[side] is not None]
-        self._leaf_rows = [*enumerate(shard_rows), *((side, joint_rows[side]) for side in sides)]
         self.arguments = {
             "group": group,
             "is_causal": case.is_causal,

@@ -5,10 +5,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from programs import NAMES, ShardedProblem, count_bytes, cut, largest_error, raised
+from programs import NAMES, count_bytes, cut, largest_error, raised
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -58,28 +57,6 @@ def test_every_world_is_exact(ranks, num_ranks):
             problems.append((case, cuts, options, joint, position))
     for errors in ranks.run(num_ranks, joint_errors, problems):
         assert max(errors) < 1e-10
-
-
-def has_contiguous_copies(group, case, cuts, joint):
-    """Return whether the joint rows that are sent are contiguous, as NCCL requires."""
-    problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
-    send, sent = _functional_collectives.all_to_all_single_autograd, []
-
-    def send_and_note(tensor, *arguments):
-        sent.append(tensor.is_contiguous())
-        return send(tensor, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_functional_collectives, "all_to_all_single_autograd", send_and_note)
-        problem.attend()
-    return sent
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
-    joint = number, number
-    cuts = cuts_beside(CASES[0], joint, 2, 1)
-    assert ranks.run(2, has_contiguous_copies, CASES[0], cuts, joint) == [[True]] * 2
 
 
 def joint_bytes_sent(group, number):

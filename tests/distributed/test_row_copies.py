@@ -46,8 +46,8 @@ def test_one_kernel_does_what_copies_do(device, dtype, rows, dim):
         for copy in schedule:
             source = sources[copy.tensor].narrow(1, copy.source_head, copy.num_heads)
             target = expected[copy.tensor].narrow(1, copy.target_head, copy.num_heads)
-            rows = source.narrow(2, copy.source_row, copy.num_rows)
-            target.narrow(2, copy.target_row, copy.num_rows).copy_(rows)
+            piece = source.narrow(2, copy.source_row, copy.num_rows)
+            target.narrow(2, copy.target_row, copy.num_rows).copy_(piece)
         assert all(map(torch.equal, targets, expected))
         again = [target.clone() for target in targets]
         copy_rows(sources, again, schedule)

@@ -97,7 +97,7 @@ def draw(make, tokens, batch, width=SMALL["hidden_size"]):
     return torch.randn(2, batch, tokens, width, generator=generator, dtype=torch.float64)
 
 
-def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=3):
+def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=1):
     """Return the error of a model on a mesh, relative to the same on one device."""
     data = draw(make, tokens, batch, options.get("hidden_size", SMALL["hidden_size"]))
     torch.manual_seed(0)
