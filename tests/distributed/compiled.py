@@ -21,13 +21,20 @@ from cqs.patterns.handle import _memories
 SHAPES = ((2, 4), (2, 2), (2, 2))
 
 
-def operands(rows, dtype=torch.float64):
-    """Query, key and value with different numbers of rows on different ranks."""
-    generator = torch.manual_seed(dist.get_rank())
-    return [
-        torch.randn(*shape, rows, 8, dtype=dtype, generator=generator).requires_grad_()
-        for shape in SHAPES
-    ]
+def operands(rows, dtype=torch.float64, num_joint=0):
+    """Query, key and value with different numbers of rows on different ranks, and joint tokens."""
+    generator, of_all = torch.manual_seed(dist.get_rank()), torch.Generator().manual_seed(1)
+    drawn = [torch.randn(*shape, rows, 8, dtype=dtype, generator=generator) for shape in SHAPES]
+    if num_joint:
+        shapes = [(*shape, num_joint, 8) for shape in SHAPES]
+        drawn += [torch.randn(shape, dtype=dtype, generator=of_all) for shape in shapes]
+    return [each.requires_grad_() for each in drawn]
+
+
+def with_names(tensors):
+    """Return query, key and value, and the joint tensors by name."""
+    names = "joint_query", "joint_key", "joint_value"
+    return tensors[:3], dict(zip(names, tensors[3:], strict=False))
 
 
 def results(attend, tensors, *others):
@@ -49,8 +56,9 @@ def compile_whole(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-def layer(query, key, value, **options):
-    found = cqs.distributed.attention(query.sin(), key * 2, value, **options)
+def layer(*tensors, **options):
+    (query, key, value), joint = with_names(tensors)
+    found = cqs.distributed.attention(query.sin(), key * 2, value, **joint, **options)
     return (found[0].cos(), found[1]) if options.get("return_lse") else found.cos()
 
 
@@ -59,80 +67,52 @@ def choose(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compare(group, options, recomputed="nothing"):
-    """Return the largest differences of two compiled passes from an eager one.
+def compare(group, options, recomputed="nothing", num_joint=(0, 0)):
+    """Return the largest differences of compiled passes from eager ones.
 
     Args:
         group: The process group.
         options: Options of the call.
         recomputed: What is recomputed in the backward pass: "nothing", "all" or "selected".
+        num_joint: Number of joint tokens in each pass.
     """
-    attend = partial(layer, group=group, **options)
+    attend = eager = partial(layer, group=group, **options)
     if recomputed != "nothing":
         contexts = partial(create_selective_checkpoint_contexts, choose)
         chosen = {"context_fn": contexts} if recomputed == "selected" else {}
         attend = partial(checkpoint, attend, use_reentrant=False, **chosen)
-    compiled = compile_whole(attend)
+    compiled, found = compile_whole(attend), []
     if "pattern" in options:
         options["pattern"].handle  # noqa: B018
     held = len(_memories)
-    tensors = operands(17 + 6 * dist.get_rank())
-    expected = results(partial(layer, group=group, **options), tensors)
-    found = [results(compiled, tensors) for _ in range(2)]
-    assert len(_memories) == held, "a backward pass has kept the tensors of its forward pass"
-    return sum((differences(each, expected) for each in found), [])
+    for number in num_joint:
+        tensors = operands(17 + 6 * dist.get_rank(), num_joint=number)
+        found += differences(results(compiled, tensors), results(eager, tensors))
+    assert len(_memories) <= held, "a backward pass has kept the tensors of its forward pass"
+    return found
 
 
-def compare_in_autocast(group, has_joint):
+def compare_in_autocast(group, num_joint):
     """Return whether calls and prepared calls in autocast, and compiled ones, cast their inputs."""
-    tensors = operands(17 + 6 * dist.get_rank(group), torch.float32)
+    tensors = operands(17 + 6 * dist.get_rank(group), torch.float32, num_joint)
     tensors[2] = tensors[2].detach().bfloat16().requires_grad_()
-    joint = torch.Generator().manual_seed(1)
-    shapes = ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)) if has_joint else ()
-    tensors += [torch.randn(each, generator=joint).requires_grad_() for each in shapes]
 
-    def named(each):
-        return dict(zip(("joint_query", "joint_key", "joint_value"), each[3:], strict=False))
+    def call_with_names(function, *tensors, **options):
+        shards, joint = with_names(tensors)
+        return function(*shards, **joint, **options)
 
-    def attend(*each):
-        return cqs.distributed.attention(*each[:3], group=group, **named(each))
-
+    attend = partial(call_with_names, cqs.distributed.attention, group=group)
     cast = [each.bfloat16() for each in tensors]
-    prepared = cqs.distributed.prepare(*cast[:3], group=group, **named(cast))
+    prepared = call_with_names(cqs.distributed.prepare, *cast, group=group)
     expected = results(lambda *each: attend(*(one.bfloat16() for one in each)), tensors)
-    calls = (
-        attend,
-        compile_whole(attend),
-        lambda *each: prepared(*each[:3], **named(each)),
-    )
+    calls = attend, compile_whole(attend), partial(call_with_names, prepared)
     with torch.autocast("cpu", torch.bfloat16):
         found = [results(call, tensors) for call in calls]
     return [all(map(torch.equal, each, expected)) for each in found]
 
 
-def compare_joint(group, options):
-    """Return the largest differences of compiled passes with joint tokens from eager ones.
-
-    The last pass has other numbers of joint tokens than the first.
-    """
-
-    def attend(query, key, value, joint_query, joint_key, joint_value):
-        given = {"joint_query": joint_query, "joint_key": joint_key, "joint_value": joint_value}
-        return layer(query, key, value, group=group, **given, **options)
-
-    compiled, found = compile_whole(attend), []
-    for length in (5, 5, 7):
-        tensors = operands(11 + 3 * dist.get_rank(group))
-        tensors += [
-            torch.randn(2, heads, length, 8, dtype=torch.float64).requires_grad_()
-            for heads in (4, 2, 2)
-        ]
-        found += differences(results(compiled, tensors), results(attend, tensors))
-    return found
-
-
-def count_graphs(group, pattern_of):
-    """Return the number of graphs after calls with new lengths and patterns."""
+def count_graphs(group):
+    """Return the number of graphs after calls with new lengths and documents."""
     torch._dynamo.utils.counters.clear()
 
     def attend(query, key, value, pattern):
@@ -140,15 +120,12 @@ def count_graphs(group, pattern_of):
 
     compiled, found = compile_whole(attend), []
     for rows in (9, 10, 13, 17):
-        tensors, pattern = operands(rows + dist.get_rank()), pattern_of(2 * rows + 1)
+        tokens = 2 * rows + 1
+        tensors, pattern = operands(rows + dist.get_rank()), documents([0, tokens // 3, tokens])
         expected = results(attend, tensors, pattern)
         assert all(map(torch.equal, results(compiled, tensors, pattern), expected))
         found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return found
-
-
-def documents_of(tokens):
-    return documents([0, tokens // 3, tokens])
 
 
 def check_operator(group):

@@ -132,7 +132,8 @@ def bytes_within(group, case, cuts, factors, *arguments):
     def compute(options):
         check_tracks_exact(group, case, cuts, options, *arguments)
 
-    limits = [factor * smallest_limit(compute, {}) for factor in factors]
+    least = smallest_limit(compute, {})
+    limits = [factor * least for factor in factors]
     return [(limit, measure(partial(compute, {"max_bytes": limit}))) for limit in limits]
 
 

@@ -12,6 +12,7 @@ import fake_gpus
 import pytest
 import torch
 from fake_gpus import World, current_rank, current_stream, synchronize
+from layouts import DEFAULTS
 
 import cqs
 from cqs.executors.distributed import rank_task, streamed_task
@@ -19,7 +20,7 @@ from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.transport import ipc_memory, peer_memory, streams, transfer
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.machines import FETCHED, MACHINES
+from cqs.scheduler.machines import MACHINES
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -106,28 +107,16 @@ def draw_calls(generator, num_ranks):
 def make_call(*lengths, **changes):
     """Return a call of ranks with such shards, without gradients unless they are asked for."""
     call = {"lengths": lengths, "heads": (4, 2), "head_parallel": 1, "num_chunks": 2}
-    call |= {"plan": "quorums", "is_causal": True, "with_gradients": False, "max_bytes": None}
-    return call | changes
+    return call | {"is_causal": True, "with_gradients": False, "max_bytes": None} | changes
 
 
 def make_task(transport, call, rank, worker):
     """Return a rank's task; without a fitting order, the one that holds the fewest bytes."""
-    options = dict(call)
+    options = DEFAULTS | {"machine": MACHINES["H200"]} | call
     lengths, (num_heads, num_kv_heads) = options.pop("lengths"), options.pop("heads")
     shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
     limit = Limit(options.pop("max_bytes"), False, shape, has_buffer=True)
-    layout, order, batches = lay_out_within(
-        limit,
-        lengths,
-        lengths,
-        rank,
-        shape,
-        pattern=None,
-        tile=1,
-        chunk_rule=FETCHED,
-        machine=MACHINES["H200"],
-        **options,
-    )
+    layout, order, batches = lay_out_within(limit, lengths, lengths, rank, shape, **options)
     if order is None:
         return rank_task.RankTask(transport, layout, worker)
     return streamed_task.StreamedTask(transport, layout, worker, batches, order.resident)
