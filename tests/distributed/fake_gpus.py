@@ -10,7 +10,6 @@ import random
 import threading
 import time
 import types
-import weakref
 from contextlib import nullcontext
 
 import torch
@@ -24,12 +23,6 @@ _here = threading.local()
 
 _STALL_TIMEOUT = 60
 """Seconds without an operation after which all streams count as waiting; imports may take long."""
-_streams = weakref.WeakValueDictionary()
-"""Stream by its ``cuda_stream``, the number that driver calls pass."""
-
-
-class Deadlock(AssertionError):
-    """Every stream waits, and no thread has queued an operation for a minute."""
 
 
 class Stream:
@@ -40,8 +33,7 @@ class Stream:
         self.operations, self.num_queued, self.num_done = [], 0, 0
         with self.world.lock:
             self.world.streams.append(self)
-        self.cuda_stream = id(self)
-        _streams[self.cuda_stream] = self
+        self.cuda_stream = self
 
     def enqueue(self, run=lambda: None, is_ready=lambda: True):
         """Queue an operation; one that is never ready makes the stream wait."""
@@ -183,7 +175,7 @@ class World:
         """Run ``program(rank)`` on a thread for each rank, and all operations that it queues.
 
         Raises:
-            Deadlock: Every stream waits for another, or for a flag that no stream will write.
+            AssertionError: Every stream waits for another, or for a flag that no stream will write.
             BaseException: The first error of a program or an operation.
         """
         threads = [
@@ -198,7 +190,9 @@ class World:
                 idle_since = time.monotonic()
             elif self.errors or time.monotonic() > idle_since + _STALL_TIMEOUT:
                 state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
-                self.errors.append(Deadlock(state))  # rank, and operations run and queued
+                self.errors.append(
+                    AssertionError(f"every stream waits: {state}")
+                )  # rank, and operations run and queued
                 self.barrier.abort()
                 break
             else:
@@ -300,16 +294,16 @@ def make_driver():
         ctypes.memset(address, 254, blocks[address].nbytes)
 
     def fill_words(address, value, number, stream):
-        _streams[stream].enqueue(lambda: write_words(address, value, number))
+        stream.enqueue(lambda: write_words(address, value, number))
 
     def copy(target, source, num_bytes, stream):
-        _streams[stream].enqueue(lambda: ctypes.memmove(target, source, num_bytes))
+        stream.enqueue(lambda: ctypes.memmove(target, source, num_bytes))
 
     def wait_word(stream, address, least):
-        _streams[stream].enqueue(is_ready=lambda: read_word(address) >= least)
+        stream.enqueue(is_ready=lambda: read_word(address) >= least)
 
     def write_word(stream, address, value):
-        _streams[stream].enqueue(lambda: write_words(address, value))
+        stream.enqueue(lambda: write_words(address, value))
 
     return types.SimpleNamespace(
         blocks=blocks,

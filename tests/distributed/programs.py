@@ -30,6 +30,10 @@ def cut(lengths, num_ranks, seed):
     return random_cuts(random.Random(seed), lengths, num_ranks)
 
 
+def cuts_of(case, num_ranks, seed):
+    return cut((case.seqlen_q, case.seqlen_kv), num_ranks, seed)
+
+
 def even_cuts(length, num_ranks):
     return 2 * [[length * rank // num_ranks for rank in range(num_ranks + 1)]]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from programs import (
     ShardedProblem,
     complaint,
-    cut,
+    cuts_of,
     deviating_calls,
     even_cuts,
     fail_in_computation,
@@ -37,10 +37,6 @@ SHAPES = (
     Case("tiny", 3, 3, num_heads=2, num_kv_heads=2),
     Case("no-keys", 5, 0, num_heads=2, num_kv_heads=2),
 )
-
-
-def cuts_of(case, num_ranks, seed):
-    return cut((case.seqlen_q, case.seqlen_kv), num_ranks, seed)
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))

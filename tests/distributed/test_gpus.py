@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limited import smallest_limit
-from programs import ShardedProblem, check_tracks_exact, complaint, cut, deviating_calls
+from programs import ShardedProblem, check_tracks_exact, complaint, cut, cuts_of, deviating_calls
 
 import cqs.distributed
 from benchmarks.cases import Case
@@ -37,10 +37,6 @@ def ranks(request, num_ranks):
     """A GPU each if there are enough, else some share one."""
     is_enough = num_ranks <= torch.cuda.device_count()
     return request.getfixturevalue("gpu_ranks" if is_enough else "crowded_ranks")
-
-
-def cuts_of(case, num_ranks, seed):
-    return cut((case.seqlen_q, case.seqlen_kv), num_ranks, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
