@@ -33,22 +33,16 @@ ARGUMENTS = {
     "verify": True,
     "scale": 0.7,
 }
-INVALID = {
-    "is_causal": 1,
-    "pattern": "causal",
+INVALID = dict.fromkeys(ARGUMENTS, ...) | {
     "scale": float("nan"),
-    "dropout_p": 1.5,
     "seed": -1,
     "head_parallel": 5,
     "num_chunks": 0,
     "plan": "ring",
     "links": (1e9,),
     "max_bytes": 0,
-    "joint_position": "middle",
-    "backend": "fastest",
-    "return_lse": None,
-    "verify": "yes",
 }
+"""Values of another type, or which other arguments may decide."""
 TENSORS = {
     "num_heads": (1, 2, 2, 8),
     "num_kv_heads": (1, 4, 2, 8),

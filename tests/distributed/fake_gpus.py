@@ -9,7 +9,6 @@ import ctypes
 import random
 import threading
 import time
-import types
 from contextlib import nullcontext
 
 import torch
@@ -274,51 +273,48 @@ def synchronize(device=None):
         time.sleep(1e-4)
 
 
-def make_driver():
-    """Return a double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
-    blocks = {}
+class Driver:
+    """A double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
 
-    def write_words(address, value, number=1):
-        (ctypes.c_int32 * number).from_address(address)[:] = [value] * number
+    HANDLE_BYTES = cuda_driver.HANDLE_BYTES
 
-    def read_word(address):
-        return ctypes.c_int32.from_address(address).value
+    def __init__(self):
+        self.blocks = {}
 
-    def allocate(num_bytes):
+    def allocate(self, num_bytes):
         block = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        blocks[block.data_ptr()] = block
+        self.blocks[block.data_ptr()] = block
         return block.data_ptr()
 
-    def free(address):
+    def free(self, address):
         # Kept, so that a read after the free finds wrong values.
-        ctypes.memset(address, 254, blocks[address].nbytes)
+        ctypes.memset(address, 254, self.blocks[address].nbytes)
 
-    def fill_words(address, value, number, stream):
-        stream.enqueue(lambda: write_words(address, value, number))
+    def export_memory(self, base):
+        return base.to_bytes(self.HANDLE_BYTES, "little")
 
-    def copy(target, source, num_bytes, stream):
+    def open_memory(self, handle):
+        return int.from_bytes(handle, "little")
+
+    def close_memory(self, address):
+        pass
+
+    def relax_capture(self):
+        pass
+
+    def copy(self, target, source, num_bytes, stream):
         stream.enqueue(lambda: ctypes.memmove(target, source, num_bytes))
 
-    def wait_word(stream, address, least):
-        stream.enqueue(is_ready=lambda: read_word(address) >= least)
+    def fill_words(self, address, value, number, stream):
+        values = (ctypes.c_int32 * number)(*[value] * number)
+        stream.enqueue(lambda: ctypes.memmove(address, values, 4 * number))
 
-    def write_word(stream, address, value):
-        stream.enqueue(lambda: write_words(address, value))
+    def wait_word(self, stream, address, least):
+        word = ctypes.c_int32.from_address(address)
+        stream.enqueue(is_ready=lambda: word.value >= least)
 
-    return types.SimpleNamespace(
-        blocks=blocks,
-        HANDLE_BYTES=cuda_driver.HANDLE_BYTES,
-        allocate=allocate,
-        free=free,
-        export_memory=lambda base: base.to_bytes(cuda_driver.HANDLE_BYTES, "little"),
-        open_memory=lambda handle: int.from_bytes(handle, "little"),
-        close_memory=lambda address: None,
-        fill_words=fill_words,
-        copy=copy,
-        wait_word=wait_word,
-        write_word=write_word,
-        relax_capture=lambda: None,
-    )
+    def write_word(self, stream, address, value):
+        self.fill_words(address, value, 1, stream)
 
 
 def install(monkeypatch):

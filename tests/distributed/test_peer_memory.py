@@ -31,7 +31,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def emulated_gpus(monkeypatch):
     fake_gpus.install(monkeypatch)
-    driver, open_streams = fake_gpus.make_driver(), rank_task.open_streams
+    driver, open_streams = fake_gpus.Driver(), rank_task.open_streams
     streams_made = {}
 
     def streams_of_rank(device, number):
