@@ -97,22 +97,28 @@ def on_hosts(patch, group, hosts):
     patch.setattr(prepared, "_prepared", {})
 
 
-def choices_on_hosts(group, hosts, links=None):
-    """Return ranks per host, kind of plan and degree of a call's choices, for one KV head."""
-    found = []
+def call_on_hosts(group, hosts, links=None):
+    """Return ranks per host, kind of plan and degree that a call chooses, and what it measures.
+
+    The last are the links that this rank uses afterwards, twice.
+    """
+    choices, calls, measure = [], [], probe._measure
 
     def predict_and_note(method, workload, num_ranks, machine, *arguments, **options):
         prediction = predict(method, workload, num_ranks, machine, *arguments, **options)
-        found.append((machine.devices_per_node, prediction.kind, prediction.head_parallel))
+        choices.append((machine.devices_per_node, prediction.kind, prediction.head_parallel))
         return prediction
 
     with pytest.MonkeyPatch.context() as patch:
         on_hosts(patch, group, hosts)
         patch.setattr(layout, "predict", predict_and_note)
+        patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
         layout.lay_out.cache_clear()
         tensors = [torch.randn(1, heads, 20, 8) for heads in (4, 1, 1)]
         cqs.distributed.attention(*tensors, group=group, links=links)
-        return *found, transports.ranks_per_host(group)
+        (chosen,), measured = choices, list(calls)
+        assert chosen[0] == transports.ranks_per_host(group)
+        return chosen, measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
 
 
 @pytest.mark.slow
@@ -120,7 +126,8 @@ def choices_on_hosts(group, hosts, links=None):
     ("links", "kind"), [((1e5, 1e-3), Grid2D(1, 7)), (None, Quorums((0, 1, 3)))], ids=str
 )
 def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
-    assert ranks.run(7, choices_on_hosts, [0] * 7, links) == [((7, kind, 1), 7)] * 7
+    for chosen, *_ in ranks.run(7, call_on_hosts, [0] * 7, links):
+        assert chosen == (7, kind, 1)
 
 
 @pytest.mark.slow
@@ -130,26 +137,15 @@ def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
     ids=str,
 )
 def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
-    for (chosen, *_), known in ranks.run(len(hosts), choices_on_hosts, hosts):
-        assert chosen == known == number
-
-
-def probe_of_hosts(group, hosts):
-    """Return what a call has measured, and the links that this rank uses afterwards, twice."""
-    calls, measure = [], probe._measure
-    with pytest.MonkeyPatch.context() as patch:
-        on_hosts(patch, group, hosts)
-        patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
-        cqs.distributed.attention(*(torch.randn(1, 2, 30, 8) for _ in range(3)), group=group)
-        measured = list(calls)
-        return measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
+    for (chosen, *_), *_ in ranks.run(len(hosts), call_on_hosts, hosts):
+        assert chosen == number
 
 
 @pytest.mark.parametrize(
     ("hosts", "other", "sharing"), [([0, 0, 1, 1, 2, 2], 2, 2), ([0, 1, 1, 2], 1, 1)]
 )
 def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, sharing):
-    (calls, first), *rest = ranks.run(len(hosts), probe_of_hosts, hosts)
+    (calls, first), *rest = (found for _, *found in ranks.run(len(hosts), call_on_hosts, hosts))
     assert calls == [(other, sharing)]
     assert [len(calls) for calls, _ in rest] == [rank == other for rank in range(1, len(hosts))]
     assert all(links == first for _, links in rest) and first[0] == first[1]
@@ -157,7 +153,7 @@ def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, shari
 
 
 def test_links_within_a_host_are_not_measured(ranks):
-    assert [calls for calls, _ in ranks.run(3, probe_of_hosts, [0, 0, 0])] == [[]] * 3
+    assert [calls for _, calls, _ in ranks.run(3, call_on_hosts, [0, 0, 0])] == [[]] * 3
 
 
 def links_of_later_groups(group, hosts, links):

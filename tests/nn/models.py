@@ -62,6 +62,16 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gradients_of(model):
+    return {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+
+
+def largest(ours, theirs):
+    """Return the largest difference of the tensors of a name."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
 def loss_of(model, mesh, data):
     """The part of this rank's rows in the loss, and what the model puts out."""
     inputs, targets = (cut(each, mesh) for each in data)
@@ -82,8 +92,7 @@ def train(model, mesh, data, steps):
         if isinstance(mesh, DeviceMesh):
             reduce_gradients(model, mesh)
         if step == 0:
-            first = output.detach()
-            gradients = {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+            first, gradients = output.detach(), gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()
     return first, gradients, {name: whole(each) for name, each in model.named_parameters()}
@@ -105,10 +114,6 @@ def largest_differences(group, make, shape, options, tokens=29, batch=2, steps=1
     torch.manual_seed(dist.get_rank(group))  # all get what the first rank draws
     mesh = make_mesh(*shape)
     found = train(make(mesh, **options), mesh, data, steps)
-
-    def largest(ours, theirs):
-        assert ours.keys() == theirs.keys()
-        return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
     rows = cut(expected[0], mesh)
     output = float((found[0] - rows).abs().max()) if rows.numel() else 0.0
@@ -147,9 +152,7 @@ def packed_differences(group, shape, patterns, all_lengths):
         output.square().sum().backward()
         reduce_gradients(model, mesh)
         found.append(float((output - cut(expected.detach(), mesh)).detach().abs().max()))
-        parameters = dict(alone.named_parameters())
-        for name, each in model.named_parameters():
-            found.append(float((whole(each.grad) - parameters[name].grad).abs().max()))
+        found.append(largest(gradients_of(model), gradients_of(alone)))
         alone.zero_grad()
         model.zero_grad()
     return found
@@ -176,10 +179,7 @@ def difference_under_fully_shard(group, shape, is_compiled):
     for part in (*model.blocks, model):
         part.set_gradient_divide_factor(shape[0] if is_compiled else 1.0)
     loss_of(model, of_rows, data)[0].backward()
-    return max(
-        float((whole(each.grad) - expected[name]).abs().max())
-        for name, each in model.named_parameters()
-    )
+    return largest(gradients_of(model), expected)
 
 
 def moved_between_layouts(group, shapes):
