@@ -1,6 +1,7 @@
 """What ranks run: attention on their shards, compared with attention of the whole sequence."""
 
 import random
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -153,6 +154,15 @@ def largest_error(group, case, cuts, options, **joint):
 
 def largest_errors(group, problems):
     return [largest_error(group, *problem) for problem in problems]
+
+
+def smallest_limit(compute, options):
+    """Return the smallest limit of memory, which the error of too small a limit gives."""
+    try:
+        compute(options | {"max_bytes": 1})
+    except ValueError as error:
+        return int(re.search(r"max_bytes must be at least (\d+) .*, got 1$", str(error))[1])
+    return 1
 
 
 def check_tracks_exact(group, case, cuts, options, dtype, device="cpu", **joint):

@@ -6,8 +6,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from limited import smallest_limit
-from programs import ShardedProblem, check_tracks_exact, complaint, cut, cuts_of, deviating_calls
+from programs import (
+    ShardedProblem,
+    check_tracks_exact,
+    complaint,
+    cut,
+    cuts_of,
+    deviating_calls,
+    smallest_limit,
+)
 
 import cqs.distributed
 from benchmarks.cases import Case
