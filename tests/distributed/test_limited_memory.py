@@ -4,7 +4,7 @@ import random
 import re
 import weakref
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -70,9 +70,9 @@ def measure(compute):
     """
     passes, returned, predicted = [], [], []
 
-    def marked(function, *arguments, **options):
+    def marked(owner, function, *arguments, **options):
         torch.empty(BEGIN, dtype=torch.uint8)
-        found = function(*arguments, **options)
+        found = function(owner, *arguments, **options)
         is_new = function.__qualname__.startswith("Worker")
         if is_new:  # without the rows to which a kernel of the CPU pads few queries
             found = type(found)(*(each.clone() if is_part(each) else each for each in found))
@@ -80,7 +80,7 @@ def measure(compute):
         torch.empty(END, dtype=torch.uint8)
         return found
 
-    def measured(function, is_forward, task, *arguments, **options):
+    def measured(task, function, is_forward, *arguments, **options):
         found, samples = record_cpu_memory(partial(function, task, *arguments, **options))
         results = found[0] if is_forward else found
         of_shard = sum(tensor.nbytes for tensor in results)
@@ -97,17 +97,18 @@ def measure(compute):
         passes.append(peak - of_shard)
         return found
 
-    def noted(function, *arguments, **options):
-        predicted.append(function(*arguments, **options))
+    def noted(plan, function, *arguments, **options):
+        predicted.append(function(plan, *arguments, **options))
         return predicted[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in SCRATCH:
-            patch.setattr(owner, name, _method(marked, getattr(owner, name)))
+            patch.setattr(owner, name, partialmethod(marked, getattr(owner, name)))
         for owner in (RankTask, StreamedTask):
-            patch.setattr(owner, "attend", _method(measured, owner.attend, True))
-            patch.setattr(owner, "differentiate", _method(measured, owner.differentiate, False))
-        patch.setattr(CutPlan, "most_bytes", _method(noted, CutPlan.most_bytes))
+            for name, is_forward in (("attend", True), ("differentiate", False)):
+                method = partialmethod(measured, getattr(owner, name), is_forward)
+                patch.setattr(owner, name, method)
+        patch.setattr(CutPlan, "most_bytes", partialmethod(noted, CutPlan.most_bytes))
         bounded._choose.cache_clear()
         result = compute()
         return Measured(result, max(passes), predicted[-1] if predicted else None)
@@ -116,13 +117,6 @@ def measure(compute):
 def is_part(tensor):
     """Return whether the memory of a tensor is larger than the tensor."""
     return tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def _method(wrapper, function, *given):
-    def method(*arguments, **options):
-        return wrapper(function, *given, *arguments, **options)
-
-    return method
 
 
 def errors_and_bytes(group, problems):
