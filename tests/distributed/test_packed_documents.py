@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from layouts import lay_out_all
-from programs import largest_errors, random_cuts
+from programs import even_cuts, largest_errors, random_cuts
 
 from benchmarks.cases import Case
 from cqs.patterns import documents, sliding_window
@@ -24,15 +24,13 @@ def random_ends(generator, length, number):
     return [0, *sorted(generator.randint(0, last) for _ in range(number - 1)), last]
 
 
-def random_pattern(generator, length, *, is_causal=None):
+def random_pattern(generator, length):
     """Return packed documents of up to ``length`` tokens, and the lengths of a problem."""
     number = generator.randint(1, 12)
     ends, ends_kv = random_ends(generator, length, number), None
     if generator.random() < 0.3:
         ends_kv = random_ends(generator, length, number)
-    if is_causal is None:
-        is_causal = generator.random() < 0.7
-    pattern = documents(ends, ends_kv, is_causal=is_causal)
+    pattern = documents(ends, ends_kv, is_causal=generator.random() < 0.7)
     return pattern, pattern.default_lengths
 
 
@@ -86,10 +84,6 @@ def test_plans_of_documents_are_valid():
             assert placement.live_pairs.max() <= most, (kind, pattern)
 
 
-def equal_shards(length, num_ranks):
-    return tuple(np.diff([length * r // num_ranks for r in range(num_ranks + 1)]).tolist())
-
-
 OPTIONS = {"plan": None, "tile": 128, "with_gradients": True, "machine": MACHINES["H200"]}
 
 
@@ -135,7 +129,8 @@ def test_keys_of_documents_are_received_once():
             "tile": 1,
         }
         shape = AttentionShape(8, 16, num_kv_heads=4)
-        for layout in lay_out_all(shape, equal_shards(lengths[0], num_ranks), **options):
+        shards = np.diff(even_cuts(lengths[0], num_ranks)[0]).tolist()
+        for layout in lay_out_all(shape, tuple(shards), **options):
             read = {key for step in layout.steps for keys in step.keys for key in keys}
             held = {key for keys in layout.of_keys.held for key in keys}
             assert held <= read
