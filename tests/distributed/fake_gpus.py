@@ -54,9 +54,7 @@ class Stream:
         if (graph := captured()) is None:
             self.enqueue(is_ready=event.query)
             return
-        assert event.graph is graph, (
-            "a captured stream must not wait for an event outside the graph"
-        )
+        assert event.graph is graph, "a captured stream waits for an event outside the graph"
         graph.seen_by(self).update(event.seen)
         graph.add(self, lambda stream, events: stream.wait_event(events[event]))
 
@@ -177,10 +175,8 @@ class World:
             AssertionError: Every stream waits for another, or for a flag that no stream will write.
             BaseException: The first error of a program or an operation.
         """
-        threads = [
-            threading.Thread(target=self._run_rank, args=(program, r))
-            for r in range(self.num_ranks)
-        ]
+        ranks = range(self.num_ranks)
+        threads = [threading.Thread(target=self._run_rank, args=(program, rank)) for rank in ranks]
         for thread in threads:
             thread.start()
         idle_since = time.monotonic()
@@ -189,9 +185,8 @@ class World:
                 idle_since = time.monotonic()
             elif self.errors or time.monotonic() > idle_since + _STALL_TIMEOUT:
                 state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
-                self.errors.append(
-                    AssertionError(f"every stream waits: {state}")
-                )  # rank, and operations run and queued
+                message = f"every stream waits; rank, operations run and queued: {state}"
+                self.errors.append(AssertionError(message))
                 self.barrier.abort()
                 break
             else:
