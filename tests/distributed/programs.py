@@ -143,9 +143,9 @@ def difference(found, exact):
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def largest_error(group, case, cuts, options, **joint):
+def largest_error(group, case, cuts, options, joint=(None, None), position="front"):
     """Return the largest error of float64 results, relative to one process."""
-    problem = ShardedProblem(group, case, cuts, **joint)
+    problem = ShardedProblem(group, case, cuts, joint=joint, position=position)
     output, lse = problem.attend(return_lse=True, **options)
     exact, exact_lse = problem.expected()
     found = [output, *problem.gradients(output), lse]

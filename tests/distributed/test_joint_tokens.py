@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from programs import NAMES, count_bytes, cut, largest_error, raised
+from programs import NAMES, count_bytes, cut, largest_errors, raised
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,20 +27,6 @@ CASES = (
 JOINT_NAMES = [f"joint_{name}" for name in NAMES]
 
 
-def joint_errors(group, problems):
-    """Return the largest errors of float64 results of each problem."""
-    return [
-        largest_error(group, case, cuts, options, joint=joint, position=position)
-        for case, cuts, options, joint, position in problems
-    ]
-
-
-def cuts_beside(case, joint, num_ranks, seed):
-    """Cut the tokens that are not joint."""
-    lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
-    return cut(lengths, num_ranks, seed)
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 5))
 def test_every_world_is_exact(ranks, num_ranks):
     """Also with patterns, and where joint tokens are not passed or are none."""
@@ -49,13 +35,14 @@ def test_every_world_is_exact(ranks, num_ranks):
         for number, case in enumerate(CASES):
             degrees = possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)
             options = {"head_parallel": degrees[seed % len(degrees)], "num_chunks": 1 + seed % 2}
-            cuts = cuts_beside(case, joint, num_ranks, seed)
+            lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
+            cuts = cut(lengths, num_ranks, seed)
             position = ("front", "rear")[(seed + number) % 2]
             if number < 2:
                 name = PATTERN_NAMES[(4 * number + 2 * seed + num_ranks) % len(PATTERN_NAMES)]
                 case = with_pattern(case, name)
             problems.append((case, cuts, options, joint, position))
-    for errors in ranks.run(num_ranks, joint_errors, problems):
+    for errors in ranks.run(num_ranks, largest_errors, problems):
         assert max(errors) < 1e-10
 
 
