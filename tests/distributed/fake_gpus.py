@@ -9,11 +9,11 @@ import ctypes
 import random
 import threading
 import time
-import types
-import weakref
 from contextlib import nullcontext
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cqs.executors.distributed.transport import cuda_driver
 
@@ -22,12 +22,6 @@ _here = threading.local()
 
 _STALL_TIMEOUT = 60
 """Seconds without an operation after which all streams count as waiting; imports may take long."""
-_streams = weakref.WeakValueDictionary()
-"""Stream by its ``cuda_stream``, the number that driver calls pass."""
-
-
-class Deadlock(AssertionError):
-    """Every stream waits, and no thread has queued an operation for a minute."""
 
 
 class Stream:
@@ -38,8 +32,7 @@ class Stream:
         self.operations, self.num_queued, self.num_done = [], 0, 0
         with self.world.lock:
             self.world.streams.append(self)
-        self.cuda_stream = id(self)
-        _streams[self.cuda_stream] = self
+        self.cuda_stream = self
 
     def enqueue(self, run=lambda: None, is_ready=lambda: True):
         """Queue an operation; one that is never ready makes the stream wait."""
@@ -61,9 +54,7 @@ class Stream:
         if (graph := captured()) is None:
             self.enqueue(is_ready=event.query)
             return
-        assert event.graph is graph, (
-            "a captured stream must not wait for an event outside the graph"
-        )
+        assert event.graph is graph, "a captured stream waits for an event outside the graph"
         graph.seen_by(self).update(event.seen)
         graph.add(self, lambda stream, events: stream.wait_event(events[event]))
 
@@ -129,6 +120,42 @@ class Graph:
             _here.stream.wait_stream(stream)
 
 
+class Launches(TorchDispatchMode):
+    """Queues what tensors are computed by, as a GPU does; until then what is computed is NaN."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function.is_view:
+            return function(*arguments, **options)
+        if function._schema.is_mutable:
+            current_stream().enqueue(lambda: function(*arguments, **options))
+            return options.get("out", arguments[0])
+        found = function(*arguments, **options)
+        results, given = storages_of(found), storages_of((arguments, options))
+        if not results or results.keys() & given.keys():
+            return found
+        if "empty" in str(function):
+            _here.world.kept += results.values()  # as an allocator does while streams use them
+            return found
+        for result in results.values():
+            if result.is_floating_point():
+                result.fill_(torch.nan)
+
+        def run():
+            again = storages_of(function(*arguments, **options))
+            for result, each in zip(results.values(), again.values(), strict=True):
+                result.copy_(each)
+
+        current_stream().enqueue(run)
+        return found
+
+
+def storages_of(values):
+    """Return the tensors among values that have elements, by the address of their storage."""
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return {each.untyped_storage().data_ptr(): each for each in tensors if each.numel()}
+
+
 class World:
     """The ranks of a process group and the streams of their GPUs."""
 
@@ -139,19 +166,17 @@ class World:
         """The streams, in the order in which the simulator tries them."""
         self.barrier = threading.Barrier(num_ranks)
         self.passed = [[] for _ in range(num_ranks)]
-        self.errors = []
+        self.errors, self.kept = [], []
 
     def run(self, program):
         """Run ``program(rank)`` on a thread for each rank, and all operations that it queues.
 
         Raises:
-            Deadlock: Every stream waits for another, or for a flag that no stream will write.
+            AssertionError: Every stream waits for another, or for a flag that no stream will write.
             BaseException: The first error of a program or an operation.
         """
-        threads = [
-            threading.Thread(target=self._run_rank, args=(program, r))
-            for r in range(self.num_ranks)
-        ]
+        ranks = range(self.num_ranks)
+        threads = [threading.Thread(target=self._run_rank, args=(program, rank)) for rank in ranks]
         for thread in threads:
             thread.start()
         idle_since = time.monotonic()
@@ -160,15 +185,21 @@ class World:
                 idle_since = time.monotonic()
             elif self.errors or time.monotonic() > idle_since + _STALL_TIMEOUT:
                 state = [(s.rank, s.num_done, s.num_queued) for s in self.streams]
-                self.errors.append(Deadlock(state))  # rank, and operations run and queued
+                message = f"every stream waits; rank, operations run and queued: {state}"
+                self.errors.append(AssertionError(message))
                 self.barrier.abort()
                 break
+            else:
+                time.sleep(1e-4)  # for the threads of the ranks
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
 
-    def swap(self, own):
+    def size(self):
+        return self.num_ranks
+
+    def swap(self, own=()):
         """Return the numbers of all ranks in rank order, as a collective on the CPU."""
         self.passed[_here.rank] = list(own)
         self.barrier.wait(_STALL_TIMEOUT)
@@ -180,7 +211,8 @@ class World:
         _here.world, _here.rank = self, rank
         _here.stream = Stream()
         try:
-            program(rank)
+            with Launches():
+                program(rank)
         except BaseException as error:
             self.errors.append(error)
             self.barrier.abort()
@@ -236,62 +268,48 @@ def synchronize(device=None):
         time.sleep(1e-4)
 
 
-def later(function):
-    """Return a function that queues ``function`` on the current stream, like a kernel launch."""
+class Driver:
+    """A double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
 
-    def launch(*arguments):
-        _here.stream.enqueue(lambda: function(*arguments))
+    HANDLE_BYTES = cuda_driver.HANDLE_BYTES
 
-    return launch
+    def __init__(self):
+        self.blocks = {}
 
-
-def make_driver():
-    """Return a double of the module ``cuda_driver``: memory, IPC handles, copies and flags."""
-    blocks = {}
-
-    def write_flag(address, value):
-        ctypes.c_int32.from_address(address).value = value
-
-    def read_flag(address):
-        return ctypes.c_int32.from_address(address).value
-
-    def allocate(num_bytes):
+    def allocate(self, num_bytes):
         block = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        blocks[block.data_ptr()] = block
+        self.blocks[block.data_ptr()] = block
         return block.data_ptr()
 
-    def free(address):
-        blocks[address].fill_(254)  # kept, so that a read after the free finds wrong values
+    def free(self, address):
+        # Kept, so that a read after the free finds wrong values.
+        ctypes.memset(address, 254, self.blocks[address].nbytes)
 
-    def reset_flags(address, value, num_flags):
-        for i in range(num_flags):
-            write_flag(address + 4 * i, value)
+    def export_memory(self, base):
+        return base.to_bytes(self.HANDLE_BYTES, "little")
 
-    def fill_words(address, value, number, stream):
-        _streams[stream].enqueue(lambda: reset_flags(address, value, number))
+    def open_memory(self, handle):
+        return int.from_bytes(handle, "little")
 
-    def copy(target, source, num_bytes, stream):
-        _streams[stream].enqueue(lambda: ctypes.memmove(target, source, num_bytes))
+    def close_memory(self, address):
+        pass
 
-    def wait_word(stream, address, least):
-        _streams[stream].enqueue(is_ready=lambda: read_flag(address) >= least)
+    def relax_capture(self):
+        pass
 
-    def write_word(stream, address, value):
-        _streams[stream].enqueue(lambda: write_flag(address, value))
+    def copy(self, target, source, num_bytes, stream):
+        stream.enqueue(lambda: ctypes.memmove(target, source, num_bytes))
 
-    return types.SimpleNamespace(
-        HANDLE_BYTES=cuda_driver.HANDLE_BYTES,
-        allocate=allocate,
-        free=free,
-        export_memory=lambda base: base.to_bytes(cuda_driver.HANDLE_BYTES, "little"),
-        open_memory=lambda handle: int.from_bytes(handle, "little"),
-        close_memory=lambda address: None,
-        fill_words=fill_words,
-        copy=copy,
-        wait_word=wait_word,
-        write_word=write_word,
-        relax_capture=lambda: None,
-    )
+    def fill_words(self, address, value, number, stream):
+        values = (ctypes.c_int32 * number)(*[value] * number)
+        stream.enqueue(lambda: ctypes.memmove(address, values, 4 * number))
+
+    def wait_word(self, stream, address, least):
+        word = ctypes.c_int32.from_address(address)
+        stream.enqueue(is_ready=lambda: word.value >= least)
+
+    def write_word(self, stream, address, value):
+        self.fill_words(address, value, 1, stream)
 
 
 def install(monkeypatch):

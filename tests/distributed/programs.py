@@ -1,8 +1,12 @@
 """What ranks run: attention on their shards, compared with attention of the whole sequence."""
 
 import random
+import re
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.exact import assert_tracks_exact, eager_output, exact_answer
@@ -15,17 +19,32 @@ from cqs.worker import Worker
 NAMES = "query", "key", "value"
 
 
-def cut(lengths, num_ranks, seed):
+def random_cuts(generator, lengths, num_ranks):
     """Cut queries and keys at random: some shards are empty."""
-    generator = random.Random(seed)
     return [
         [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
         for length in lengths
     ]
 
 
+def cut(lengths, num_ranks, seed):
+    return random_cuts(random.Random(seed), lengths, num_ranks)
+
+
+def cuts_of(case, num_ranks, seed):
+    return cut((case.seqlen_q, case.seqlen_kv), num_ranks, seed)
+
+
 def even_cuts(length, num_ranks):
     return 2 * [[length * rank // num_ranks for rank in range(num_ranks + 1)]]
+
+
+def split_rows(length, number, position, marks):
+    """Return the joint rows of a whole sequence, and the rows of each shard."""
+    first = 0 if position == "front" else length - number
+    joint = list(range(first, first + number))
+    others = [row for row in range(length) if row not in joint]
+    return joint, [others[start:stop] for start, stop in pairwise(marks)]
 
 
 class ShardedProblem:
@@ -58,29 +77,24 @@ class ShardedProblem:
         self.group, self.rank = group, dist.get_rank(group)
         self.problem = case.make(dtype, device)
         self.whole = [getattr(self.problem, name) for name in NAMES]
-        numbers, marks = (joint[0], joint[1], joint[1]), (cuts[0], cuts[1], cuts[1])
-        is_front = position == "front"
-        self.tensors, self.joint, shard_rows, joint_rows = [], {}, [], []
+        self.tensors, self.joint, self._leaf_rows = [], {}, []
+        """Shards; joint tensors by name; of each of them, the tensor in ``whole`` and its rows."""
+        rows_of_joint = []
         for side, (name, tensor) in enumerate(zip(NAMES, self.whole, strict=True)):
-            number, length = numbers[side] or 0, tensor.shape[2]
-            first = number if is_front else 0
-            rows = list(range(length))[first : first + length - number]
-            shard_rows.append(rows[slice(*marks[side][self.rank : self.rank + 2])])
-            joint_rows.append(list(range(number) if is_front else range(length - number, length)))
-            self.tensors.append(tensor[:, :, shard_rows[-1]].requires_grad_())
-            if numbers[side] is not None:
-                self.joint[f"joint_{name}"] = tensor[:, :, joint_rows[-1]].requires_grad_()
+            number, marks = joint[min(side, 1)], cuts[min(side, 1)]
+            together, of_ranks = split_rows(tensor.shape[2], number or 0, position, marks)
+            self.tensors.append(tensor[:, :, of_ranks[self.rank]].requires_grad_())
+            self._leaf_rows.append((side, of_ranks[self.rank]))
+            if number is not None:
+                self.joint[f"joint_{name}"] = tensor[:, :, together].requires_grad_()
+                rows_of_joint.append((side, together))
             if not side:
                 self._all_rows = [
-                    (joint_rows[0] if is_front else [])
-                    + rows[slice(*marks[0][rank : rank + 2])]
-                    + ([] if is_front else joint_rows[0])
-                    for rank in range(dist.get_world_size(group))
+                    together + own if position == "front" else own + together for own in of_ranks
                 ]
+        self._leaf_rows += rows_of_joint
         self.rows = self._all_rows[self.rank]
         """Rows of the whole sequence that this rank's result has."""
-        sides = [side for side in range(3) if numbers[side] is not None]
-        self._leaf_rows = [*enumerate(shard_rows), *((side, joint_rows[side]) for side in sides)]
         self.arguments = {
             "group": group,
             "is_causal": case.is_causal,
@@ -123,15 +137,16 @@ class ShardedProblem:
 
 
 def difference(found, exact):
-    """Return the largest difference of two tensors, in which the same values are infinite."""
-    assert found.shape == exact.shape and torch.equal(found.isinf(), exact.isinf())
-    errors = (found - exact).detach().nan_to_num(0).abs()
+    """Return the largest difference of two tensors; infinity for NaN and for other infinities."""
+    if found.shape != exact.shape or not torch.equal(found.isinf(), exact.isinf()):
+        return torch.inf
+    errors = (found - exact).detach().masked_fill(exact.isinf(), 0).abs().nan_to_num(torch.inf)
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def largest_error(group, case, cuts, options, **joint):
+def largest_error(group, case, cuts, options, joint=(None, None), position="front"):
     """Return the largest error of float64 results, relative to one process."""
-    problem = ShardedProblem(group, case, cuts, **joint)
+    problem = ShardedProblem(group, case, cuts, joint=joint, position=position)
     output, lse = problem.attend(return_lse=True, **options)
     exact, exact_lse = problem.expected()
     found = [output, *problem.gradients(output), lse]
@@ -142,16 +157,13 @@ def largest_errors(group, problems):
     return [largest_error(group, *problem) for problem in problems]
 
 
-def errors_without_gradients(group, problems):
-    """Return the largest error of each output that is computed for no backward pass."""
-    found = []
-    for case, cuts, options in problems:
-        problem = ShardedProblem(group, case, cuts)
-        with torch.no_grad():
-            output, lse = problem.attend(return_lse=True, **options)
-        (exact, *_), exact_lse = problem.expected()
-        found.append(max(difference(output, exact), difference(lse, exact_lse)))
-    return found
+def smallest_limit(compute, options):
+    """Return the smallest limit of memory, which the error of too small a limit gives."""
+    try:
+        compute(options | {"max_bytes": 1})
+    except ValueError as error:
+        return int(re.search(r"max_bytes must be at least (\d+) .*, got 1$", str(error))[1])
+    return 1
 
 
 def check_tracks_exact(group, case, cuts, options, dtype, device="cpu", **joint):
@@ -175,6 +187,22 @@ def deviating_calls(group, number, *arguments):
     """Return which of some equal calls have other bits than the first."""
     first, *others = (bits(group, *arguments) for _ in range(number))
     return [i for i, each in enumerate(others) if not all(map(torch.equal, each, first))]
+
+
+@contextmanager
+def count_bytes():
+    """Yield a list to which the bytes of all messages are added that this rank sends."""
+    post, sent = dist.batch_isend_irecv, []
+
+    def post_and_count(messages):
+        sends = [each.op is dist.isend for each in messages]
+        assert sends == sorted(sends), "gloo is slow unless receives are posted first"
+        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        return post(messages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+        yield sent
 
 
 def fail(*arguments, **options):

@@ -2,6 +2,7 @@
 
 import random
 
+from programs import random_cuts
 from sparse_cases import NAMES, with_pattern
 
 from benchmarks.cases import Case
@@ -46,19 +47,12 @@ def random_problem(generator, num_ranks):
     """Return a case, random shards of it, and options of ``cqs.distributed.attention``."""
     case = random_case(generator)
     degree = generator.choice(possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads))
-    cuts = [
-        [0, *sorted(generator.randint(0, length) for _ in range(num_ranks - 1)), length]
-        for length in (case.seqlen_q, case.seqlen_kv)
-    ]
+    cuts = random_cuts(generator, (case.seqlen_q, case.seqlen_kv), num_ranks)
     if generator.random() < 0.1:
         links = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
         return case, cuts, {"links": links}
-    plan = generator.choice(kinds_of(num_ranks // degree))
-    return (
-        case,
-        cuts,
-        {"head_parallel": degree, "plan": plan, "num_chunks": generator.randint(1, 3)},
-    )
+    options = {"head_parallel": degree, "plan": generator.choice(kinds_of(num_ranks // degree))}
+    return case, cuts, options | {"num_chunks": generator.randint(1, 3)}
 
 
 def random_problems(seed, number, num_ranks):

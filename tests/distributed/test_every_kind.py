@@ -1,11 +1,12 @@
 """Plans of every kind: each live pair has one owner, and results are exact on every world."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from programs import ShardedProblem, even_cuts, largest_errors, raised
+from programs import ShardedProblem, count_bytes, even_cuts, largest_errors
 from random_problems import kinds_of, random_case, random_problems
 
 import cqs.distributed
@@ -52,25 +53,15 @@ def test_random_problems_are_exact(ranks, batch):
         assert max(errors) < 1e-10, problem
 
 
-def count_bytes(group, case, options):
+def bytes_sent(group, case, options):
     """Return the bytes that this rank sends in a forward pass, and in a backward pass."""
-    post, sent = dist.batch_isend_irecv, []
-
-    def post_and_count(messages):
-        sends = [each.op is dist.isend for each in messages]
-        assert sends == sorted(sends), "gloo is slow unless receives are posted first"
-        sent[-1] += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
-        return post(messages)
-
     cuts = even_cuts(case.seqlen_q, dist.get_world_size(group))
     problem = ShardedProblem(group, case, cuts, torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", post_and_count)
-        sent.append(0)
+    with count_bytes() as of_forward:
         output = problem.attend(return_lse=True, **options).output
-        sent.append(0)
+    with count_bytes() as of_backward:
         output.sum().backward()
-    return sent
+    return [sum(of_forward), sum(of_backward)]
 
 
 @pytest.mark.slow
@@ -95,39 +86,8 @@ def test_ranks_send_the_bytes_of_the_formulas(ranks, num_ranks, plan, num_querie
     else:
         forward = (num_queries - 1) * (2 * queries + lse) + (num_keys - 1) * keys
         backward = (num_queries - 1) * (3 * queries + lse) + (num_keys - 1) * keys
-    sent = ranks.run(num_ranks, count_bytes, case, {"plan": plan, "head_parallel": 1})
+    sent = ranks.run(num_ranks, bytes_sent, case, {"plan": plan, "head_parallel": 1})
     assert sent == [[forward, backward]] * num_ranks
-
-
-class Chosen(Exception):
-    """Ends a call once its plan has been chosen."""
-
-
-def chosen_by_links(group, links):
-    """Return the error of a call that only chooses its plan and its degree, for one KV head."""
-
-    def choose(*arguments, **options):
-        prediction = predict(*arguments, **options)
-        raise Chosen(prediction.kind, prediction.head_parallel)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "predict", choose)
-        patch.setattr(prepared, "_prepared", {})
-        layout.lay_out.cache_clear()
-        tensors = [torch.randn(1, heads, 6000, 8) for heads in (4, 1, 1)]
-        return raised(group, attend_linked, tensors, links)
-
-
-def attend_linked(group, tensors, links):
-    return cqs.distributed.attention(*tensors, group=group, links=links)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("links", "kind"), [((1e5, 1e-3), Grid2D(1, 7)), (None, Quorums((0, 1, 3)))], ids=str
-)
-def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
-    assert ranks.run(7, chosen_by_links, links) == [(Chosen, str((kind, 1)))] * 7
 
 
 def on_hosts(patch, group, hosts):
@@ -138,22 +98,55 @@ def on_hosts(patch, group, hosts):
     patch.setattr(prepared, "_prepared", {})
 
 
-def probe_of_hosts(group, hosts):
-    """Return what a call has measured, and the links that this rank uses afterwards, twice."""
-    calls, measure = [], probe._measure
+def call_on_hosts(group, hosts, links=None):
+    """Return ranks per host, kind of plan and degree that a call chooses, and what it measures.
+
+    The last are the links that this rank uses afterwards, twice.
+    """
+    choices, calls, measure = [], [], probe._measure
+
+    def predict_and_note(method, workload, num_ranks, machine, *arguments, **options):
+        prediction = predict(method, workload, num_ranks, machine, *arguments, **options)
+        choices.append((machine.devices_per_node, prediction.kind, prediction.head_parallel))
+        return prediction
+
     with pytest.MonkeyPatch.context() as patch:
         on_hosts(patch, group, hosts)
+        patch.setattr(layout, "predict", predict_and_note)
         patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
-        cqs.distributed.attention(*(torch.randn(1, 2, 30, 8) for _ in range(3)), group=group)
-        measured = list(calls)
-        return measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
+        layout.lay_out.cache_clear()
+        tensors = [torch.randn(1, heads, 20, 8) for heads in (4, 1, 1)]
+        cqs.distributed.attention(*tensors, group=group, links=links)
+        (chosen,), measured = choices, list(calls)
+        assert chosen[0] == transports.ranks_per_host(group)
+        return chosen, measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("links", "kind"), [((1e5, 1e-3), Grid2D(1, 7)), (None, Quorums((0, 1, 3)))], ids=str
+)
+def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
+    for chosen, *_ in ranks.run(7, call_on_hosts, [0] * 7, links):
+        assert chosen == (7, kind, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "number"),
+    [([7, 7, 7, 7], 4), ([7, 7, 9, 9], 2), ([7, 7, 7, 9], 1), ([7, 9, 7, 9], 1), ([7], 1)],
+    ids=str,
+)
+def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
+    for (chosen, *_), *_ in ranks.run(len(hosts), call_on_hosts, hosts):
+        assert chosen == number
 
 
 @pytest.mark.parametrize(
     ("hosts", "other", "sharing"), [([0, 0, 1, 1, 2, 2], 2, 2), ([0, 1, 1, 2], 1, 1)]
 )
 def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, sharing):
-    (calls, first), *rest = ranks.run(len(hosts), probe_of_hosts, hosts)
+    (calls, first), *rest = (found for _, *found in ranks.run(len(hosts), call_on_hosts, hosts))
     assert calls == [(other, sharing)]
     assert [len(calls) for calls, _ in rest] == [rank == other for rank in range(1, len(hosts))]
     assert all(links == first for _, links in rest) and first[0] == first[1]
@@ -161,7 +154,7 @@ def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, shari
 
 
 def test_links_within_a_host_are_not_measured(ranks):
-    assert [calls for calls, _ in ranks.run(3, probe_of_hosts, [0, 0, 0])] == [[]] * 3
+    assert [calls for _, calls, _ in ranks.run(3, call_on_hosts, [0, 0, 0])] == [[]] * 3
 
 
 def links_of_later_groups(group, hosts, links):
@@ -181,3 +174,18 @@ def test_a_later_group_keeps_the_links_of_an_earlier_one(ranks):
         assert measured is not None and pinned == used == links
     for measured, *_ in ranks.run(3, links_of_later_groups, [0, 0, 0], links):
         assert measured is None
+
+
+@pytest.mark.parametrize("rate", [5e5, 1.25e6, 1.25e8])
+@pytest.mark.parametrize("burst", [0, 36_000])
+def test_bytes_that_pass_at_once_do_not_count(monkeypatch, rate, burst):
+    def round_trip(group, device, other, num_bytes):
+        return 2 * (1e-4 + max(num_bytes - burst, 0) / rate)
+
+    nothing = SimpleNamespace(get_rank=lambda group: 0, send=lambda *each, **options: None)
+    monkeypatch.setattr(probe, "dist", nothing)
+    monkeypatch.setattr(probe, "_round_trip", round_trip)
+    links = probe._measure(None, torch.device("cpu"), 1, 1)
+    assert links.bandwidth == pytest.approx(rate, rel=1e-3)
+    assert links.latency == pytest.approx(1e-4, rel=0.03)
+    assert probe._measure(None, torch.device("cpu"), 1, 2)[0] == pytest.approx(rate / 2, rel=1e-3)

@@ -1,16 +1,13 @@
 """Joint tokens give the attention of the whole sequence, wherever their rows are computed."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from programs import NAMES, ShardedProblem, cut, largest_error, raised
-from random_problems import kinds_of
+from programs import NAMES, count_bytes, cut, largest_errors, raised
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
-from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -30,20 +27,6 @@ CASES = (
 JOINT_NAMES = [f"joint_{name}" for name in NAMES]
 
 
-def joint_errors(group, problems):
-    """Return the largest errors of float64 results of each problem."""
-    return [
-        largest_error(group, case, cuts, options, joint=joint, position=position)
-        for case, cuts, options, joint, position in problems
-    ]
-
-
-def cuts_beside(case, joint, num_ranks, seed):
-    """Cut the tokens that are not joint."""
-    lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
-    return cut(lengths, num_ranks, seed)
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 5))
 def test_every_world_is_exact(ranks, num_ranks):
     """Also with patterns, and where joint tokens are not passed or are none."""
@@ -52,88 +35,27 @@ def test_every_world_is_exact(ranks, num_ranks):
         for number, case in enumerate(CASES):
             degrees = possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)
             options = {"head_parallel": degrees[seed % len(degrees)], "num_chunks": 1 + seed % 2}
-            cuts = cuts_beside(case, joint, num_ranks, seed)
+            lengths = case.seqlen_q - (joint[0] or 0), case.seqlen_kv - (joint[1] or 0)
+            cuts = cut(lengths, num_ranks, seed)
             position = ("front", "rear")[(seed + number) % 2]
             if number < 2:
                 name = PATTERN_NAMES[(4 * number + 2 * seed + num_ranks) % len(PATTERN_NAMES)]
                 case = with_pattern(case, name)
             problems.append((case, cuts, options, joint, position))
-    for errors in ranks.run(num_ranks, joint_errors, problems):
+    for errors in ranks.run(num_ranks, largest_errors, problems):
         assert max(errors) < 1e-10
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_every_kind_of_plan_is_exact(ranks, is_causal):
-    case, problems = replace(CASES[1], is_causal=is_causal), []
-    for seed, plan in enumerate(kinds_of(4)[is_causal::2]):
-        options = {"plan": plan, "head_parallel": 1, "verify": seed % 3 == 0}
-        cuts = cut((42, 42), 4, seed)
-        problems.append((case, cuts, options, (5, 5), ("front", "rear")[seed % 2]))
-    for errors in ranks.run(4, joint_errors, problems):
-        assert max(errors) < 1e-10
-
-
-def has_contiguous_copies(group, case, cuts, joint):
-    """Return whether the joint rows that are sent are contiguous, as NCCL requires."""
-    problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
-    send, sent = _functional_collectives.all_to_all_single_autograd, []
-
-    def send_and_note(tensor, *arguments):
-        sent.append(tensor.is_contiguous())
-        return send(tensor, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_functional_collectives, "all_to_all_single_autograd", send_and_note)
-        problem.attend()
-    return sent
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_joint_rows_are_sent_from_contiguous_memory(ranks, number):
-    joint = number, number
-    cuts = cuts_beside(CASES[0], joint, 2, 1)
-    assert ranks.run(2, has_contiguous_copies, CASES[0], cuts, joint) == [[True]] * 2
-
-
-def compare_prepared(group, case, cuts, options):
-    """Return whether a call prepared for one joint token equals a call with six of them."""
-    problem = ShardedProblem(group, case, cuts, torch.float32, joint=(6, 6), position="rear")
-    seed = {"seed": 3} if "dropout_p" in options else {}
-    options = problem.arguments | options
-    few = {name: each[:, :, :1] for name, each in problem.joint.items()}
-    prepared = cqs.distributed.prepare(*problem.tensors, **few, **options)
-    outputs = [
-        prepared(*problem.tensors, **problem.joint, **seed),
-        cqs.distributed.attention(*problem.tensors, **problem.joint, **options, **seed),
-    ]
-    return torch.equal(*outputs) and all(map(torch.equal, *map(problem.gradients, outputs)))
-
-
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"num_chunks": 2}], ids=str)
-def test_prepared_calls_take_other_numbers_of_joint_tokens(ranks, options):
-    for num_ranks in (1, 3):
-        cuts = cut((41, 41), num_ranks, 3)
-        are_alike = ranks.run(num_ranks, compare_prepared, CASES[1], cuts, options)
-        assert are_alike == [True] * num_ranks
-
-
-def count_joint_bytes(group, number):
+def joint_bytes_sent(group, number):
     """Return the bytes that this rank sends as messages in both passes.
 
     Args:
         group: The process group.
         number: Number of joint tokens beside 20 tokens of each rank.
     """
-    post, sent = dist.batch_isend_irecv, []
-
-    def post_and_count(messages):
-        sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
-        return post(messages)
-
     tensors = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(3)]
     joint = {name: torch.ones(1, 2, number, 8) for name in JOINT_NAMES}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", post_and_count)
+    with count_bytes() as sent:
         output = cqs.distributed.attention(*tensors, **joint, group=group, head_parallel=1)
         output.sum().backward()
     return sum(sent)
@@ -141,7 +63,7 @@ def count_joint_bytes(group, number):
 
 def test_every_rank_sends_its_part_of_the_joint_tokens(ranks):
     """Three of nine beside 20 rows: 15 % more, on every rank."""
-    without, joined = (ranks.run(3, count_joint_bytes, number) for number in (0, 9))
+    without, joined = (ranks.run(3, joint_bytes_sent, number) for number in (0, 9))
     assert min(without) > 0 and joined == [sent * 23 // 20 for sent in without]
 
 

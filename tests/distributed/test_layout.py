@@ -2,21 +2,19 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pytest
+from layouts import lay_out_all
+from programs import random_cuts
 
-from benchmarks.fitting import fit, read_rows
-from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.route import cut_shards
 from cqs.patterns import sliding_window
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums
 from cqs.scheduler.cost_model import predict, predict_plan
 from cqs.scheduler.head_groups import possible_head_parallel
-from cqs.scheduler.machines import FETCHED, MACHINES
+from cqs.scheduler.machines import MACHINES
 from cqs.scheduler.workload import Workload
-
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def choose_plan(case, num_ranks, with_gradients, machine=MACHINES["H200"], **options):
@@ -26,36 +24,20 @@ def choose_plan(case, num_ranks, with_gradients, machine=MACHINES["H200"], **opt
     return found.kind, found.head_parallel
 
 
-def random_lengths(total, num_ranks, generator):
-    marks = sorted(generator.randint(0, total) for _ in range(num_ranks - 1))
-    return tuple(b - a for a, b in zip([0, *marks], [*marks, total], strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", range(1, 14))
 def test_every_token_needed_comes_once_from_its_shard(num_ranks):
     generator = random.Random(num_ranks)
-    for _ in range(20):
-        lengths = [random_lengths(generator.randint(0, 90), num_ranks, generator) for _ in range(2)]
-        head_parallel = generator.choice([h for h in (1, 2, 3, 4) if num_ranks % h == 0])
-        pattern = generator.choice([None, sliding_window(9, 4)])
-        is_causal = pattern is None and generator.random() < 0.5
-        layouts = [
-            lay_out(
-                *lengths,
-                rank,
-                AttentionShape(12, 16, num_kv_heads=2),
-                head_parallel=head_parallel,
-                num_chunks=None,
-                is_causal=is_causal,
-                pattern=pattern,
-                plan="quorums",
-                tile=1,
-                chunk_rule=FETCHED,
-                with_gradients=False,
-            )
-            for rank in range(num_ranks)
-        ]
+    for _ in range(10):
+        totals = [generator.randint(0, 90) for _ in range(2)]
+        cuts = random_cuts(generator, totals, num_ranks)
+        lengths = [tuple(np.diff(each).tolist()) for each in cuts]
+        options = {
+            "head_parallel": generator.choice([h for h in (1, 2, 3, 4) if num_ranks % h == 0]),
+            "pattern": generator.choice([None, sliding_window(9, 4)]),
+        }
+        options["is_causal"] = options["pattern"] is None and generator.random() < 0.5
+        layouts = lay_out_all(AttentionShape(12, 16, num_kv_heads=2), *lengths, **options)
         for side, seqlens in zip(("of_queries", "of_keys"), lengths, strict=True):
             shards = cut_shards(seqlens)
             routes = [getattr(layout, side) for layout in layouts]
@@ -83,43 +65,11 @@ def check_places(routes):
                 assert offsets.most >= sum(numbers)
 
 
-def test_heads_of_a_group_see_their_kv_heads():
-    options = {"is_causal": True, "pattern": None, "plan": "quorums", "tile": 1}
-    options |= {"chunk_rule": FETCHED, "with_gradients": False}
-    for num_heads, num_kv_heads, head_parallel in ((8, 2, 4), (8, 8, 4), (12, 6, 2), (8, 1, 8)):
-        for rank in range(8):
-            layout = lay_out(
-                (4,) * 8,
-                (4,) * 8,
-                rank,
-                AttentionShape(num_heads, 16, num_kv_heads=num_kv_heads),
-                head_parallel=head_parallel,
-                num_chunks=1 + rank % 3,
-                **options,
-            )
-            for chunk in layout.chunks:
-                heads, kv_heads = chunk.query_heads[rank], chunk.kv_heads[rank]
-                group_size = len(heads) // len(kv_heads)
-                needed = [head * num_kv_heads // num_heads for head in heads]
-                assert needed == [kv_heads[i // group_size] for i in range(len(heads))]
-
-
 @pytest.mark.parametrize(("num_ranks", "head_parallel"), [(1, 1), (6, 1), (6, 2), (6, 6), (8, 4)])
 def test_stages_have_every_head_once(num_ranks, head_parallel):
-    layout = lay_out(
-        (4,) * num_ranks,
-        (4,) * num_ranks,
-        0,
-        AttentionShape(24, 16, num_kv_heads=12),
-        head_parallel=head_parallel,
-        num_chunks=4,
-        is_causal=False,
-        pattern=None,
-        plan="quorums",
-        tile=1,
-        chunk_rule=FETCHED,
-        with_gradients=False,
-    )
+    shape = AttentionShape(24, 16, num_kv_heads=12)
+    options = {"head_parallel": head_parallel, "num_chunks": 4}
+    layout = lay_out_all(shape, (4,) * num_ranks, **options)[0]
     for side, number in (("query_heads", 24), ("kv_heads", 12)):
         found = [
             head
@@ -132,20 +82,9 @@ def test_stages_have_every_head_once(num_ranks, head_parallel):
 
 def test_stages_are_as_many_as_pay():
     def number(tokens, num_kv_heads, num_chunks=None, num_ranks=4):
-        layout = lay_out(
-            (tokens // num_ranks,) * num_ranks,
-            (tokens // num_ranks,) * num_ranks,
-            0,
-            AttentionShape(16, 128, num_kv_heads=num_kv_heads),
-            head_parallel=num_ranks,
-            num_chunks=num_chunks,
-            is_causal=False,
-            pattern=None,
-            plan="quorums",
-            tile=128,
-            chunk_rule=FETCHED,
-            with_gradients=False,
-        )
+        shape = AttentionShape(16, 128, num_kv_heads=num_kv_heads)
+        lengths, options = (tokens // num_ranks,) * num_ranks, {"num_chunks": num_chunks}
+        layout = lay_out_all(shape, lengths, head_parallel=num_ranks, tile=128, **options)[0]
         return len(layout.chunks)
 
     assert [number(tokens, 16) for tokens in (16384, 32768, 131072)] == [1, 2, 4]
@@ -154,34 +93,32 @@ def test_stages_are_as_many_as_pay():
     assert number(131072, 16, num_ranks=1) == 1
 
 
-def chosen(num_ranks, num_heads, num_kv_heads, tokens, *, with_gradients=False, **options):
-    case = Workload(tokens, AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads), **options)
-    return choose_plan(case, num_ranks, with_gradients=with_gradients)[1]
+DEGREES = [
+    # Heads are cut where that spares most.
+    (8, 16, 16, {}, True, {0: 8, 17: 8, 20: 8}),
+    (7, 16, 16, {}, True, {0: 1, 17: 1, 20: 1}),
+    (8, 1, 1, {}, True, {0: 1, 17: 1, 20: 1}),
+    (6, 2, 2, {}, True, {0: 2, 17: 2, 20: 2}),
+    # A short forward pass leaves pairs to compute while the first chunk is sent.
+    (4, 16, 16, {"is_causal": True}, False, {14: 4, 15: 1, 17: 1, 19: 1, 20: 4}),
+    (4, 16, 16, {"is_causal": True}, True, {15: 4}),
+    # One KV head of a rank is one head chunk: no communication overlaps computation.
+    (64, 40, 8, {"is_causal": True}, True, {14: 8, 17: 4, 20: 8}),
+    (64, 40, 8, {"num_pairs": 2**27}, True, {17: 8}),  # there is little computation
+]
 
 
-@pytest.mark.parametrize("tokens", [1, 2**17, 2**20])
-def test_gradients_want_heads_cut_where_that_spares_most(tokens):
-    assert chosen(8, 16, 16, tokens, with_gradients=True) == 8
-    assert chosen(7, 16, 16, tokens, with_gradients=True) == 1
-    assert chosen(8, 1, 1, tokens, with_gradients=True) == 1
-    assert chosen(6, 2, 2, tokens, with_gradients=True) == 2
-
-
-def test_a_short_forward_pass_leaves_pairs_to_compute_while_the_first_chunk_is_sent():
-    assert chosen(4, 16, 16, 2**15, is_causal=True) == 1
-    assert chosen(4, 16, 16, 2**15, is_causal=True, with_gradients=True) == 4
-
-
-def test_on_many_ranks_heads_are_cut_less_where_communication_would_be_exposed():
-    """One KV head of a rank is one head chunk: no communication overlaps computation."""
-    options = {"is_causal": True, "with_gradients": True}
-    assert [chosen(64, 40, 8, 2**n, **options) for n in (14, 17, 20)] == [8, 4, 8]
-    # few pairs leave no computation to overlap with
-    assert chosen(64, 40, 8, 2**17, num_pairs=2**27, with_gradients=True) == 8
-
-
-def test_short_forward_passes_have_a_low_head_parallel_degree():
-    assert [chosen(4, 16, 16, 2**n, is_causal=True) for n in (14, 17, 19, 20)] == [4, 1, 1, 4]
+@pytest.mark.parametrize(
+    ("num_ranks", "num_heads", "num_kv_heads", "options", "with_gradients", "degrees"), DEGREES
+)
+def test_heads_are_cut_by_what_is_sent_and_computed(
+    num_ranks, num_heads, num_kv_heads, options, with_gradients, degrees
+):
+    """Degrees by the binary logarithm of the number of tokens."""
+    shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
+    for exponent, degree in degrees.items():
+        case = Workload(2**exponent, shape, **options)
+        assert choose_plan(case, num_ranks, with_gradients)[1] == degree
 
 
 ONE_BY_ONE = replace(MACHINES["CPU"], devices_per_node=1, between=5e6)
@@ -207,58 +144,25 @@ def test_between_hosts_the_kind_with_the_least_traffic_is_chosen():
 
 def test_a_kind_chooses_the_degree_that_it_fits():
     case = Workload(2**15, AttentionShape(16, 128))
-    options = {"num_chunks": None, "is_causal": False, "pattern": None, "tile": 1}
-    options |= {"head_parallel": "auto", "chunk_rule": FETCHED, "with_gradients": True}
     for plan, degree in ((Quorums((0, 1, 3)), 2), (Grid2D(2, 7), 1)):
         assert choose_plan(case, 14, with_gradients=True, plan=plan) == (plan, degree)
-        layout = lay_out((2,) * 14, (2,) * 14, 0, case.shape, plan=plan, **options)
-        assert layout.plan.kind == plan
+        layouts = lay_out_all(case.shape, (2,) * 14, plan=plan, with_gradients=True)
+        assert layouts[0].plan.kind == plan
     with pytest.raises(ValueError, match="number of tasks, 14, got a grid of 1"):
-        lay_out((2,) * 14, (2,) * 14, 0, case.shape, plan=Grid2D(1, 1), **options)
+        lay_out_all(case.shape, (2,) * 14, plan=Grid2D(1, 1))
 
 
-@pytest.fixture(scope="module")
-def machine():
-    """The machine is the one whose predictions are nearest to the measurements."""
-    rows = read_rows(RESULTS / "peers-h200-x4.jsonl")
-    return fit([row for row in rows if row.case.tokens > 2**14])  # shorter ones had more chunks
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 16), (32, 8), (40, 8), (8, 1)])
-def test_heads_are_cut_so_that_no_split_is_much_faster(machine, num_heads, num_kv_heads, is_causal):
+def test_heads_are_cut_so_that_no_split_is_much_faster(num_heads, num_kv_heads, is_causal):
     shape = AttentionShape(num_heads, 128, num_kv_heads=num_kv_heads)
     for num_ranks in (2, 6, 8, 16, 24, 64):
         for tokens in (2**14, 2**17, 2**20):
             case = Workload(tokens, shape, is_causal)
+            degrees = possible_head_parallel(num_ranks, num_heads, num_kv_heads)
             seconds = {
-                n: predict_plan(case, num_ranks, machine, n, is_backward=False).seconds
-                for n in possible_head_parallel(num_ranks, num_heads, num_kv_heads)
+                n: predict_plan(case, num_ranks, MACHINES["H200"], n, is_backward=False).seconds
+                for n in degrees
             }
-            _, number = choose_plan(case, num_ranks, with_gradients=False)
-            assert seconds[number] <= 1.025 * min(seconds.values())
-
-
-def test_all_ranks_choose_the_same_split():
-    lengths = (2**17, 0, *[2**13] * 30)
-    layouts = [
-        lay_out(
-            lengths,
-            (2**12,) * 32,
-            rank,
-            AttentionShape(40, 128, num_kv_heads=8),
-            head_parallel="auto",
-            num_chunks=None,
-            is_causal=False,
-            pattern=None,
-            plan="quorums",
-            tile=128,
-            chunk_rule=FETCHED,
-            with_gradients=False,
-        )
-        for rank in range(32)
-    ]
-    case = Workload(sum(lengths), AttentionShape(40, 128, num_kv_heads=8), num_keys=2**17)
-    _, number = choose_plan(case, 32, with_gradients=False)
-    assert {32 // layout.plan.num_tasks for layout in layouts} == {number}
+            _, chosen = choose_plan(case, num_ranks, with_gradients=False)
+            assert seconds[chosen] <= 1.02 * min(seconds.values())

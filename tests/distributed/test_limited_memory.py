@@ -2,31 +2,157 @@
 
 import random
 import re
-from functools import partial
+import weakref
+from dataclasses import replace
+from functools import partial, partialmethod
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from limited import (
-    bytes_within,
-    errors_and_bytes,
-    measure_passes,
-    smallest_limits,
-    within_free_memory,
+from layouts import DEFAULTS
+from programs import (
+    ShardedProblem,
+    check_tracks_exact,
+    deviating_calls,
+    even_cuts,
+    largest_error,
+    raised,
+    smallest_limit,
 )
-from programs import ShardedProblem, deviating_calls, even_cuts, largest_error, raised
 from random_problems import random_problems
 
 from benchmarks.cases import Case
-from cqs.executors.distributed.bounded import Limit, lay_out_within
+from cqs.executors.distributed import bounded, prepared
+from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.streamed_task import StreamedTask, _Sums
+from cqs.partial import RunningMerge
 from cqs.scheduler import AttentionShape, Grid2D
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.machines import SENT, Machine
 from cqs.scheduler.token_order import QUERIES, list_orders, predict_orders
 from cqs.scheduler.workload import Workload
+from cqs.worker import Worker
+from cqs.worker.memory import record_cpu_memory
 
 pytestmark = pytest.mark.slow
 
 NUM_PROBLEMS, BATCH = 500, 10
+SCRATCH = [
+    (Worker, "run_together"),
+    (Worker, "run_backward"),
+    (RunningMerge, "add_own"),
+    (RunningMerge, "finish"),
+    (_Sums, "add"),
+]
+"""Functions of whose memory only the tensors count that they return. PyTorch converts a half
+precision tensor on the CPU before it adds it to a float32 sum."""
+BEGIN, END = 1_000_003, 1_000_033
+"""Bytes of tensors that mark the beginning and the end of such a function among allocations."""
+
+
+class Measured(NamedTuple):
+    """What a function returns, and the memory of the passes in it."""
+
+    result: Any
+    held: int
+    """Most bytes that a pass of a task held on this rank."""
+    predicted: int | None
+    """Most bytes that any rank holds with the order of tokens that was chosen, if one was."""
+
+
+def measure(compute):
+    """Run a function with passes of a task.
+
+    Outputs, LSEs and gradients of the shard are not counted, nor is the memory of
+    the functions in ``SCRATCH``, except the tensors that a worker returns.
+    """
+    passes, returned, predicted = [], [], []
+
+    def marked(owner, function, *arguments, **options):
+        torch.empty(BEGIN, dtype=torch.uint8)
+        found = function(owner, *arguments, **options)
+        is_new = function.__qualname__.startswith("Worker")
+        if is_new:  # without the rows to which a kernel of the CPU pads few queries
+            found = type(found)(*(each.clone() if is_part(each) else each for each in found))
+        returned.append(sum(tensor.nbytes for tensor in found) if is_new else 0)
+        torch.empty(END, dtype=torch.uint8)
+        return found
+
+    def measured(task, function, is_forward, *arguments, **options):
+        found, samples = record_cpu_memory(partial(function, task, *arguments, **options))
+        results = found[0] if is_forward else found
+        of_shard = sum(tensor.nbytes for tensor in results)
+        held, peak, depth, of_functions = 0, 0, 0, iter(returned)
+        for (_, before), (_, after) in pairwise(samples):
+            change = after - before
+            depth += (change == BEGIN) - (change == END)
+            if change == END:
+                held += next(of_functions)
+            elif abs(change) not in (BEGIN, END) and not depth:
+                held += change
+            peak = max(peak, held)
+        returned.clear()
+        passes.append(peak - of_shard)
+        return found
+
+    def noted(plan, function, *arguments, **options):
+        predicted.append(function(plan, *arguments, **options))
+        return predicted[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in SCRATCH:
+            patch.setattr(owner, name, partialmethod(marked, getattr(owner, name)))
+        for owner in (RankTask, StreamedTask):
+            for name, is_forward in (("attend", True), ("differentiate", False)):
+                method = partialmethod(measured, getattr(owner, name), is_forward)
+                patch.setattr(owner, name, method)
+        patch.setattr(CutPlan, "most_bytes", partialmethod(noted, CutPlan.most_bytes))
+        bounded._choose.cache_clear()
+        result = compute()
+        return Measured(result, max(passes), predicted[-1] if predicted else None)
+
+
+def is_part(tensor):
+    """Return whether the memory of a tensor is larger than the tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def errors_and_bytes(group, problems):
+    """Return the largest error of every problem, and the bytes that its passes hold."""
+    return [measure(partial(largest_error, group, *problem)) for problem in problems]
+
+
+def smallest_limits(group, problems):
+    return [
+        smallest_limit(partial(largest_error, group, case, cuts), options)
+        for case, cuts, options in problems
+    ]
+
+
+def bytes_within(group, case, cuts, factors, *arguments):
+    """Check results against float64, and return limits and the bytes that the passes hold."""
+
+    def compute(options):
+        check_tracks_exact(group, case, cuts, options, *arguments)
+
+    least = smallest_limit(compute, {})
+    limits = [factor * least for factor in factors]
+    return [(limit, measure(partial(compute, {"max_bytes": limit}))) for limit in limits]
+
+
+def within_free_memory(group, case, cuts, free):
+    """Return error and bytes of a call without a limit, if so much memory is free."""
+    make_placement = prepared._Placement.of.__func__
+
+    def limited(*arguments):
+        return replace(make_placement(*arguments), limit=free)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
+        patch.setattr(prepared._Placement, "of", classmethod(limited))
+        return measure(partial(largest_error, group, case, cuts, {}))
 
 
 @pytest.mark.sample(10)
@@ -43,13 +169,12 @@ def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, bat
     ]
     found = ranks.run(num_ranks, errors_and_bytes, limited)
     for problem, least, limit, *of_ranks in zip(limited, smallest[0], limits, *found, strict=True):
-        held = [each for _, passes in of_ranks for each in passes]
-        assert max(error for error, _ in of_ranks) < 1e-10, problem
-        others = [each for each in held if each.predicted not in (None, each.measured)]
-        assert not others, problem
-        assert max(each.measured for each in held) <= limit, (problem, held)
+        errors, held, predicted = zip(*of_ranks, strict=True)
+        assert max(errors) < 1e-10, problem
+        assert max(held) <= limit, (problem, held)
+        assert {*predicted} in ({None}, {max(held)}), problem
         if limit == least > 1:
-            assert max(each.predicted for each in held) == limit, problem
+            assert max(held) == limit, problem
 
 
 EVEN = even_cuts(112, 7)
@@ -59,8 +184,7 @@ def bytes_without_gradients(group, case, options):
     """Return the bytes that a call holds without a backward pass."""
     problem = ShardedProblem(group, case, EVEN)
     with torch.no_grad():
-        _, passes = measure_passes(partial(problem.attend, **options))
-    return max(each.measured for each in passes)
+        return measure(partial(problem.attend, **options)).held
 
 
 def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
@@ -79,10 +203,10 @@ def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
 )
 def test_every_dtype_tracks_exact_and_holds_what_is_predicted(ranks, dtype, is_causal):
     case = Case("dtypes", 112, 112, 4, 2, 32, is_causal=is_causal)
-    for limits in ranks.run(7, bytes_within, case, EVEN, (1, 2, 4), dtype):
-        for limit, passes in limits:
-            for held in passes:
-                assert held.measured == held.predicted <= limit
+    for of_ranks in zip(*ranks.run(7, bytes_within, case, EVEN, (1, 2, 4), dtype), strict=True):
+        (limit, *_), measured = zip(*of_ranks, strict=True)
+        held = max(each.held for each in measured)
+        assert all(held == each.predicted <= limit for each in measured)
 
 
 def test_every_run_is_bitwise_identical(ranks):
@@ -106,11 +230,10 @@ def test_without_a_limit_the_free_memory_is_one(ranks, free):
     """An order that fits none is the one that holds the fewest bytes."""
     case = Case("free", 112, 112, 4, 2)
     ((least,), *_) = ranks.run(7, smallest_limits, [(case, EVEN, {})])
-    for error, passes in ranks.run(7, within_free_memory, case, EVEN, free):
+    for error, held, predicted in ranks.run(7, within_free_memory, case, EVEN, free):
         assert error < 1e-10
-        for held in passes:
-            assert (held.predicted is None) == (free == 10**9)
-            assert held.measured <= max(free, least)
+        assert (predicted is None) == (free == 10**9)
+        assert held <= max(free, least)
 
 
 def test_the_least_memory_is_two_shards_of_keys_and_less_with_head_chunks(ranks):
@@ -156,21 +279,12 @@ def test_orders_are_predicted_for_every_kind():
 def test_many_ranks_take_an_order_that_fits():
     """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
     shape = AttentionShape(8, 64, num_kv_heads=4)
-    options = {
-        "head_parallel": "auto",
-        "num_chunks": None,
-        "is_causal": True,
-        "pattern": None,
-        "plan": "any",
-        "tile": 1,
-        "chunk_rule": SENT,
-        "with_gradients": True,
-        "machine": Machine(devices_per_node=8, between=50e9),
-    }
+    options = DEFAULTS | {"is_causal": True, "plan": "any", "chunk_rule": SENT}
+    options |= {"with_gradients": True, "machine": Machine(devices_per_node=8, between=50e9)}
 
     def lay_out(max_bytes):
-        limit = Limit(max_bytes, True, shape, False)
-        return lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
+        limit = bounded.Limit(max_bytes, True, shape, False)
+        return bounded.lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
 
     with pytest.raises(ValueError, match="max_bytes must be at least") as error:
         lay_out(1)

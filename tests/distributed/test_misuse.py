@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -44,8 +45,14 @@ class Passes:
         return all(map(torch.allclose, results, self.expected))
 
 
-def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
+def outcomes_of_threads(group, num_groups, pass_, is_in_turn=False):
     """Call on new groups of all ranks from two threads, each with a problem of its own length.
+
+    Args:
+        group: The process group.
+        num_groups: Number of groups: one for both threads, or one for each.
+        pass_: The pass in which the threads overlap, "forward" or "backward".
+        is_in_turn: Whether the second thread starts when the first has ended, on all ranks.
 
     Returns:
         For each thread, what it got from each call: ``True`` if the gradients are right, ``False``
@@ -57,19 +64,21 @@ def outcomes_of_threads(group, num_groups, pass_, num_calls=3):
     outputs = [each.problem.attend() for each in passes] if pass_ == "backward" else ()
 
     def run_passes(number):
-        for _ in range(num_calls):
+        for _ in range(3):
             try:
                 output = outputs[number] if outputs else passes[number].problem.attend()
                 outcomes[number].append(passes[number].differentiate(output))
             except Exception as error:
                 outcomes[number].append((type(error), str(error)))
 
-    order = (0, 1) if rank else (1, 0)
+    order = (0, 1) if rank or is_in_turn else (1, 0)
     threads = [threading.Thread(target=run_passes, args=(number,)) for number in order]
     if not rank:
         time.sleep(0.3)  # until both threads of all other ranks have called
     for thread in threads:
         thread.start()
+        if is_in_turn:
+            thread.join()
     for thread in threads:
         thread.join()
     return outcomes
@@ -89,9 +98,10 @@ def test_threads_that_share_a_group_get_an_error(ranks, pass_):
             assert error in (RuntimeError, ValueError) and BY_ONE_THREAD in text
 
 
-def test_threads_may_call_on_groups_of_their_own(ranks):
-    for pass_ in ("forward", "backward"):
-        assert ranks.run(8, outcomes_of_threads, 2, pass_) == [([True] * 3, [True] * 3)] * 8
+def test_threads_may_call_on_groups_of_their_own_or_one_after_another(ranks):
+    for arguments in ((2, "forward"), (2, "backward"), (1, "forward", True)):
+        found = ranks.run(8, outcomes_of_threads, *arguments)
+        assert found == [([True] * 3, [True] * 3)] * 8
 
 
 def outcomes_of_steps(group, kind):
@@ -142,42 +152,8 @@ def test_threads_do_not_interleave_the_messages_of_a_call(ranks, kind):
             assert error is RuntimeError and BY_ONE_THREAD in text
 
 
-def calls_of_threads_in_turn(group):
-    """Return whether calls of several threads, one after another, are right."""
-    passes, are_right = Passes(group), []
-
-    def run_passes():
-        are_right.append(passes.differentiate(passes.problem.attend()))
-
-    for _ in range(3):
-        thread = threading.Thread(target=run_passes)
-        thread.start()
-        thread.join()
-    return are_right
-
-
-def test_threads_may_call_one_after_another(ranks):
-    assert ranks.run(3, calls_of_threads_in_turn) == [[True] * 3] * 3
-
-
 def is_last(group):
     return dist.get_rank(group) == dist.get_world_size(group) - 1
-
-
-def differentiate_out_of_order(group):
-    """Run two backward passes, on the last rank in another order."""
-    made = dist.new_group(timeout=timedelta(seconds=2))
-    passes = [Passes(made) for _ in range(2)]
-    outputs = [each.problem.attend() for each in passes]
-    for number in (1, 0) if is_last(group) else (0, 1):
-        passes[number].differentiate(outputs[number])
-
-
-def test_backward_passes_in_another_order_are_named(ranks):
-    for error, text in ranks.run(8, raised, differentiate_out_of_order):
-        assert error is ValueError
-        assert text.startswith("rank 7 of the group has call 'the backward pass of call 1', rank 0")
-        assert text.endswith("has 'the backward pass of call 0'")
 
 
 def attend_without_the_last(group):
@@ -232,45 +208,26 @@ KINDS = {
 }
 
 
-def complaint_about_kind(group, kind, of_ranks):
-    """Return what is raised where some ranks pass a query of another kind, and after how long."""
-    tensors, rank = [torch.randn(1, 4, 8, 16) for _ in range(3)], dist.get_rank(group)
-    if rank in of_ranks:
+def attend_with_kind(group, kind):
+    """Attend, on the last rank with a query of another kind, or inside torch.func.vmap."""
+    tensors = [torch.randn(1, 4, 8, 16) for _ in range(3)]
+    attend = partial(cqs.distributed.attention, group=group)
+    if is_last(group) and kind in KINDS:
         tensors[0] = KINDS[kind](tensors[0], group)
-    start = time.monotonic()
-    return *complaint(group, rank, {"tensors": tensors}, {}), time.monotonic() - start
+    elif is_last(group):
+        attend, tensors = torch.func.vmap(attend), [each.unsqueeze(0) for each in tensors]
+    attend(*tensors)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "vmap"])
 def test_tensors_without_plain_memory_are_named_on_every_rank(ranks, kind):
-    expected = NotImplementedError if kind == "meta" else TypeError
-    for error, text, seconds in ranks.run(3, complaint_about_kind, kind, range(3)):
-        assert error is expected and "query" in text and seconds < 5
-        assert kind != "DTensor" or "query.to_local()" in text
-    complaints = ranks.run(3, complaint_about_kind, kind, [1])
-    assert complaints.pop(1)[0] is expected
-    for error, text, seconds in complaints:
-        assert error is ValueError and seconds < 5
-        assert text.startswith(f"rank 1 of the group failed: {expected.__name__}")
-        assert "query" in text
-
-
-def attend_in_vmap(group):
-    """Attend, on the last rank inside torch.func.vmap."""
-    tensors = [torch.randn(2, 1, 4, 8, 16) for _ in range(3)]
-
-    def attend(*tensors):
-        return cqs.distributed.attention(*tensors, group=group)
-
-    if is_last(group):
-        torch.func.vmap(attend)(*tensors)
-    attend(*(tensor[0] for tensor in tensors))
-
-
-def test_a_rank_inside_vmap_is_named_on_every_rank(ranks):
-    (other, text), (own, own_text) = ranks.run(2, raised, attend_in_vmap)
-    assert own is NotImplementedError and "query" in own_text
-    assert other is ValueError and "rank 1 of the group failed" in text
+    expected = NotImplementedError if kind in ("meta", "vmap") else TypeError
+    *others, (error, text) = ranks.run(3, raised, attend_with_kind, kind)
+    assert error is expected and "query" in text
+    assert kind != "DTensor" or "query.to_local()" in text
+    for error, text in others:
+        assert error is ValueError and "query" in text
+        assert text.startswith(f"rank 2 of the group failed: {expected.__name__}")
 
 
 def check_asynchronous(group):
@@ -299,33 +256,27 @@ def test_tensors_of_collectives_are_waited_for(ranks):
     ranks.run(2, check_asynchronous)
 
 
-def complaint_about_group(group, kind):
-    """Return what is raised for something other than a group of this process."""
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    passed = {
-        "not a member": dist.GroupMember.NON_GROUP_MEMBER,
-        "unknown": dist.ProcessGroup(dist.HashStore(), rank, num_ranks),
-        "mesh": DeviceMesh("cpu", [[*range(num_ranks)]], _init_backend=False),
-        "integer": 3,
-        "string": "x",
-    }[kind]
+NO_GROUPS = {
+    "NON_GROUP_MEMBER": (TypeError, lambda *_: dist.GroupMember.NON_GROUP_MEMBER),
+    "ProcessGroup": (ValueError, lambda *of_rank: dist.ProcessGroup(dist.HashStore(), *of_rank)),
+    "DeviceMesh": (ValueError, lambda *_: DeviceMesh("cpu", [[0, 1]], _init_backend=False)),
+    "3": (TypeError, lambda *_: 3),
+    "'x'": (TypeError, lambda *_: "x"),
+}
+"""What an error shows -> its type, and what is passed as a group by a rank of a number of ranks."""
+
+
+def complaint_about_group(group, shown):
+    passed = NO_GROUPS[shown][1](dist.get_rank(group), dist.get_world_size(group))
     return complaint(passed, None, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected", "value"),
-    [
-        ("not a member", TypeError, "NON_GROUP_MEMBER"),
-        ("unknown", ValueError, "ProcessGroup"),
-        ("mesh", ValueError, "DeviceMesh"),
-        ("integer", TypeError, "3"),
-        ("string", TypeError, "'x'"),
-    ],
-)
-def test_what_is_no_group_of_this_process_is_named(ranks, kind, expected, value):
-    for rank, (error, text) in enumerate(ranks.run(2, complaint_about_group, kind)):
-        assert error is expected and text.startswith("group must be") and value in text
-        assert kind not in ("not a member", "unknown") or f"rank {rank}" in text
+@pytest.mark.parametrize("shown", NO_GROUPS)
+def test_what_is_no_group_of_this_process_is_named(ranks, shown):
+    for rank, (error, text) in enumerate(ranks.run(2, complaint_about_group, shown)):
+        assert error is NO_GROUPS[shown][0]
+        assert text.startswith("group must be") and shown in text
+        assert shown not in ("NON_GROUP_MEMBER", "ProcessGroup") or f"rank {rank}" in text
 
 
 def attend_on_another_device(group):

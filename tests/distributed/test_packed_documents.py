@@ -5,14 +5,14 @@ import random
 
 import numpy as np
 import pytest
-from programs import errors_without_gradients, largest_errors
+from layouts import lay_out_all
+from programs import even_cuts, largest_errors, random_cuts
 
 from benchmarks.cases import Case
-from cqs.executors.distributed.layout import lay_out
 from cqs.patterns import documents, sliding_window
 from cqs.scheduler import AttentionShape, Documents, Plan, make_plan
 from cqs.scheduler.head_groups import possible_head_parallel
-from cqs.scheduler.machines import FETCHED, MACHINES
+from cqs.scheduler.machines import MACHINES
 
 NUM_PACKINGS = 500
 BATCH = 25
@@ -24,20 +24,14 @@ def random_ends(generator, length, number):
     return [0, *sorted(generator.randint(0, last) for _ in range(number - 1)), last]
 
 
-def random_pattern(generator, length, *, is_causal=None):
+def random_pattern(generator, length):
     """Return packed documents of up to ``length`` tokens, and the lengths of a problem."""
     number = generator.randint(1, 12)
     ends, ends_kv = random_ends(generator, length, number), None
     if generator.random() < 0.3:
         ends_kv = random_ends(generator, length, number)
-    if is_causal is None:
-        is_causal = generator.random() < 0.7
-    pattern = documents(ends, ends_kv, is_causal=is_causal)
+    pattern = documents(ends, ends_kv, is_causal=generator.random() < 0.7)
     return pattern, pattern.default_lengths
-
-
-def random_cuts(generator, length, number):
-    return [0, *sorted(generator.randint(0, length) for _ in range(number - 1)), length]
 
 
 def random_packing(generator, num_ranks):
@@ -45,7 +39,7 @@ def random_packing(generator, num_ranks):
     pattern, lengths = random_pattern(generator, 90)
     num_heads, num_kv_heads = generator.choice([(4, 4), (4, 2), (4, 1), (3, 3), (8, 2)])
     case = Case("packed", *lengths, num_heads, num_kv_heads, head_dim=8, pattern=pattern)
-    cuts = [random_cuts(generator, length, num_ranks) for length in lengths]
+    cuts = random_cuts(generator, lengths, num_ranks)
     options = {"num_chunks": generator.randint(1, 3)}
     if generator.random() < 0.1:  # other kinds are candidates too
         options["links"] = 10 ** generator.uniform(3, 11), 10 ** generator.uniform(-6, -3)
@@ -62,10 +56,9 @@ def random_packing(generator, num_ranks):
 def test_random_packings_are_exact(ranks, batch):
     generator, num_ranks = random.Random(batch), 8 - batch % 8
     problems = [random_packing(generator, num_ranks) for _ in range(BATCH)]
-    for program in (largest_errors, errors_without_gradients):
-        found = ranks.run(num_ranks, program, problems)
-        for *errors, problem in zip(*found, problems, strict=True):
-            assert max(errors) < 1e-10, problem
+    found = ranks.run(num_ranks, largest_errors, problems)
+    for *errors, problem in zip(*found, problems, strict=True):
+        assert max(errors) < 1e-10, problem
 
 
 def test_plans_of_documents_are_valid():
@@ -74,7 +67,7 @@ def test_plans_of_documents_are_valid():
         (pattern, lengths), num_tasks = random_pattern(generator, 300), generator.randint(1, 9)
         kind = Documents(tolerance=generator.choice([0.0, 0.01, 0.3, math.inf]))
         if generator.random() < 0.5:
-            cuts = (random_cuts(generator, length, num_tasks) for length in lengths)
+            cuts = random_cuts(generator, lengths, num_tasks)
             kind = Documents(*(tuple(np.diff(each).tolist()) for each in cuts), kind.tolerance)
         tile = generator.choice([1, 16])
         plan = make_plan(*lengths, num_tasks=num_tasks, kind=kind, tile=tile, pattern=pattern)
@@ -91,28 +84,13 @@ def test_plans_of_documents_are_valid():
             assert placement.live_pairs.max() <= most, (kind, pattern)
 
 
-def lay_out_all(pattern, lengths, num_ranks, shape, **options):
-    """Return the layouts of all ranks, with equal shards."""
-    shards = tuple(np.diff([lengths * r // num_ranks for r in range(num_ranks + 1)]).tolist())
-    defaults = {
-        "head_parallel": "auto",
-        "num_chunks": None,
-        "is_causal": False,
-        "plan": None,
-        "tile": 128,
-        "chunk_rule": FETCHED,
-        "with_gradients": True,
-        "machine": MACHINES["H200"],
-    }
-    return [
-        lay_out(shards, shards, rank, shape, pattern=pattern, **defaults | options)
-        for rank in range(num_ranks)
-    ]
+OPTIONS = {"plan": None, "tile": 128, "with_gradients": True, "machine": MACHINES["H200"]}
 
 
 def test_documents_within_shards_stay_there():
     """Documents of equal length whose ends are ends of shards: nobody sends anything."""
-    for layout in lay_out_all(documents(range(0, 65537, 1024)), 65536, 8, AttentionShape(8, 64)):
+    pattern = documents(range(0, 65537, 1024))
+    for layout in lay_out_all(AttentionShape(8, 64), (8192,) * 8, pattern=pattern, **OPTIONS):
         assert isinstance(layout.plan.kind, Documents)
         assert layout.of_queries.stays and layout.of_keys.stays
 
@@ -122,7 +100,8 @@ def test_a_long_document_is_divided_among_ranks_with_short_ones(with_gradients):
     """Every rank has its share of the work, and receives less than half of an all-gather's."""
     shape = AttentionShape(32, 128, num_kv_heads=8)
     pattern = documents([*range(0, 65536, 512), *range(65536 + 49152, 131073, 512)])
-    layouts = lay_out_all(pattern, 131072, 8, shape, with_gradients=with_gradients)
+    options = OPTIONS | {"pattern": pattern, "with_gradients": with_gradients}
+    layouts = lay_out_all(shape, (16384,) * 8, **options)
     loads = [sum(step.live_pairs for step in layout.steps) for layout in layouts]
     assert sum(loads) == layouts[0].plan.live_pairs
     assert max(loads) < 1.03 * sum(loads) / 8
@@ -142,15 +121,16 @@ def test_keys_of_documents_are_received_once():
             continue
         num_ranks = generator.randint(1, 8)
         degrees = possible_head_parallel(num_ranks, 8, 4)
-        options = {
+        options = OPTIONS | {
+            "pattern": pattern,
             "head_parallel": generator.choice(degrees),
             "plan": Documents(tolerance=generator.choice([0.0, math.inf])),
             "with_gradients": generator.random() < 0.5,
             "tile": 1,
         }
         shape = AttentionShape(8, 16, num_kv_heads=4)
-        layouts = lay_out_all(pattern, lengths[0], num_ranks, shape, **options)
-        for layout in layouts:
+        shards = np.diff(even_cuts(lengths[0], num_ranks)[0]).tolist()
+        for layout in lay_out_all(shape, tuple(shards), **options):
             read = {key for step in layout.steps for keys in step.keys for key in keys}
             held = {key for keys in layout.of_keys.held for key in keys}
             assert held <= read

@@ -15,19 +15,25 @@ from cqs.patterns import sliding_window
 pytestmark = pytest.mark.slow
 
 
-def compare_prepared(group, case, options):
-    """Return whether prepared calls have the bits of calls, for some lengths and gradients."""
+def compare_prepared(group, case, options, num_joint):
+    """Return whether prepared calls have the bits of calls.
+
+    For some lengths, with and without gradients, and for other numbers of joint tokens than those
+    that were prepared.
+    """
     seed, are_alike, prepared = {"seed": 5} if "dropout_p" in options else {}, [], None
     for number in range(2):
-        cuts = cut((case.seqlen_q, case.seqlen_kv), dist.get_world_size(group), number)
-        problem = ShardedProblem(group, case, cuts, torch.float32)
+        lengths = [length - (num_joint or 0) for length in (40, 60)]
+        cuts, joint = cut(lengths, dist.get_world_size(group), number), (num_joint, num_joint)
+        problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
         options = problem.arguments | options
-        prepared = prepared or cqs.distributed.prepare(*problem.tensors, **options)
+        few = {name: each[:, :, :1] for name, each in problem.joint.items()}
+        prepared = prepared or cqs.distributed.prepare(*problem.tensors, **few, **options)
         for has_gradients in (True, False):
             answers = []
             for call in (prepared, partial(cqs.distributed.attention, **options)):
                 with torch.set_grad_enabled(has_gradients):
-                    answer = call(*problem.tensors, **seed)
+                    answer = call(*problem.tensors, **problem.joint, **seed)
                 parts = list(answer) if isinstance(answer, tuple) else [answer]
                 parts += problem.gradients(parts[0]) if has_gradients else []
                 answers.append(parts)
@@ -36,19 +42,19 @@ def compare_prepared(group, case, options):
 
 
 @pytest.mark.parametrize(
-    ("case", "options"),
+    ("case", "options", "num_joint"),
     [
-        (Case("causal", 40, 60, 4, 2, is_causal=True), {"return_lse": True}),
-        (Case("cross", 40, 60, 4, 4), {"num_chunks": 2, "head_parallel": 1, "verify": True}),
-        (Case("window", 40, 60, 4, 4, pattern=sliding_window(9, 4)), {"plan": "rows"}),
-        (Case("dropout", 40, 60, 4, 4), {"dropout_p": 0.3, "backend": "reference"}),
+        (Case("causal", 40, 60, 4, 2, is_causal=True), {"return_lse": True}, None),
+        (Case("cross", 40, 60, 4, 4), {"num_chunks": 2, "head_parallel": 1, "verify": True}, 6),
+        (Case("window", 40, 60, 4, 4, pattern=sliding_window(9, 4)), {"plan": "rows"}, 6),
+        (Case("dropout", 40, 60, 4, 4), {"dropout_p": 0.3, "backend": "reference"}, 6),
     ],
     ids=lambda each: each.name if isinstance(each, Case) else "",
 )
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_prepared_calls_are_bitwise_identical(ranks, num_ranks, case, options):
-    """With and without gradients, for the lengths that were prepared and for others."""
-    assert ranks.run(num_ranks, compare_prepared, case, options) == [[True] * 4] * num_ranks
+def test_prepared_calls_are_bitwise_identical(ranks, num_ranks, case, options, num_joint):
+    found = ranks.run(num_ranks, compare_prepared, case, options, num_joint)
+    assert found == [[True] * 4] * num_ranks
 
 
 def call_prepared(group, shape, dtype):

@@ -27,76 +27,62 @@ def join_group(backend, rank, num_ranks, file, **options):
     return [torch.randn(1, 4, 20, 16, device=device) for _ in range(3)]
 
 
-def attend_until_a_rank_fails(
-    backend, rank, num_ranks, file, results, all_have_computed, all_have_heard, pass_
-):
+def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, computed, heard, where):
+    """Fail on rank 1 before a pass, or where it calls a method of its exchange."""
     tensors = join_group(backend, rank, num_ranks, file)
-    output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
-    all_have_computed.wait(60)  # or the exit of rank 1 would end the first call of another rank
-    if rank == 1:
-        os._exit(1)
+    if where in PASSES:
+        output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
+        computed.wait(60)  # or the exit of rank 1 would end the first call of another rank
+        if rank == 1:
+            os._exit(1)
+    elif rank == 1:
+        setattr(Exchange, where, lambda *arguments: os._exit(1))
     start = time.monotonic()
     try:
-        if pass_ == "forward":
-            cqs.distributed.attention(*tensors)
-        else:
+        if where == "backward":
             output.sum().backward()
+        else:
+            cqs.distributed.attention(*tensors, head_parallel=1, num_chunks=4)
     except RuntimeError as error:
         results.put((rank, str(error), time.monotonic() - start))
-    all_have_heard.wait()  # alive: the others are to report the failed rank, not this one
+    if where in PASSES:
+        heard.wait()  # alive: the others are to report the failed rank, not this one
+
+
+PASSES = {"forward": 8, "backward": 15}
+"""Most seconds until all ranks have an error of the pass."""
+FAILED, LOST = "a rank of the group has failed", "rows of other ranks were not received"
 
 
 @pytest.mark.parametrize(
-    ("backend", "pass_", "message"),
+    ("backend", "where", "message"),
     [
-        ("gloo", "forward", "a rank of the group has failed"),
-        ("gloo", "backward", "a rank of the group has failed"),
-        pytest.param("nccl", "forward", "a rank of the group has failed", marks=pytest.mark.gpu),
+        ("gloo", "forward", FAILED),
+        ("gloo", "backward", FAILED),
+        pytest.param("nccl", "forward", FAILED, marks=pytest.mark.gpu),
+        ("gloo", "_send", LOST),
+        ("gloo", "send_computed", LOST),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_failed_rank_ends_the_others_soon(backend, pass_, message, tmp_path):
+def test_a_failed_rank_ends_the_others_soon(backend, where, message, tmp_path):
+    """Within a call at once: what they have sent each other is not waited for."""
     num_ranks = 5 if backend == "gloo" else num_gpus()
     context = make_context()
-    results, all_have_heard = context.Queue(), context.Event()
-    events = context.Barrier(num_ranks), all_have_heard
-    arguments = num_ranks, str(tmp_path / "store"), results, *events, pass_
+    results, heard = context.Queue(), context.Event()
+    events = context.Barrier(num_ranks), heard
+    arguments = num_ranks, str(tmp_path / "store"), results, *events, where
     processes = start_all(context, attend_until_a_rank_fails, num_ranks, backend, arguments)
     try:
         found = [results.get(timeout=60) for _ in range(num_ranks - 1)]
     finally:
-        all_have_heard.set()
+        heard.set()
         for process in processes:
             process.join(timeout=60)
             process.kill()
     assert {rank for rank, *_ in found} == {*range(num_ranks)} - {1}  # its neighbours and others
     for _, text, seconds in found:
-        assert text.startswith(message) and seconds < (8 if pass_ == "forward" else 15)
-
-
-def attend_until_a_rank_fails_within(backend, rank, num_ranks, file, results, method):
-    tensors = join_group(backend, rank, num_ranks, file)
-    if rank == 1:
-        setattr(Exchange, method, lambda *arguments: os._exit(1))
-    start = time.monotonic()
-    try:
-        cqs.distributed.attention(*tensors, head_parallel=1, num_chunks=4)
-    except RuntimeError as error:
-        results.put((rank, str(error), time.monotonic() - start))
-
-
-@pytest.mark.parametrize("method", ["_send", "send_computed"])
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_rank_that_fails_within_a_call_ends_the_others_at_once(method, tmp_path):
-    """What they have sent each other is not waited for."""
-    context = make_context()
-    results = context.Queue()
-    arguments = 5, str(tmp_path / "store"), results, method
-    start_all(context, attend_until_a_rank_fails_within, 5, "gloo", arguments)
-    found = [results.get(timeout=60) for _ in range(4)]
-    assert {rank for rank, *_ in found} == {0, 2, 3, 4}
-    for _, text, seconds in found:
-        assert text.startswith("rows of other ranks were not received") and seconds < 5
+        assert text.startswith(message) and seconds < PASSES.get(where, 5)
 
 
 def attend_and_die(backend, rank, num_ranks, file, directory):

@@ -20,18 +20,11 @@ def random_schedule(generator, num_tensors, heads, rows):
         for first, last in zip([0, *marks], [*marks, rows], strict=True):
             if generator.random() < 0.2:
                 continue
+            source_row = generator.randint(0, rows - (last - first))
             num_heads = generator.randint(1, heads)
-            schedule.append(
-                RowCopy(
-                    number,
-                    generator.randint(0, rows - (last - first)),
-                    first,
-                    last - first,
-                    generator.randint(0, heads - num_heads),
-                    generator.randint(0, heads - num_heads),
-                    num_heads,
-                )
-            )
+            first_heads = [generator.randint(0, heads - num_heads) for _ in range(2)]
+            of_rows = source_row, first, last - first
+            schedule.append(RowCopy(number, *of_rows, *first_heads, num_heads))
     return tuple(schedule)
 
 
@@ -50,20 +43,11 @@ def test_one_kernel_does_what_copies_do(device, dtype, rows, dim):
         targets = [each.permute(1, 2, 0, 3).contiguous() for each in drawn[num_tensors:]]
         expected = [target.clone() for target in targets]
         fused_copies.copy_rows(sources, targets, schedule)
-        for (
-            number,
-            source_row,
-            target_row,
-            num_rows,
-            source_head,
-            target_head,
-            num_heads,
-        ) in schedule:
-            expected[number][
-                :, target_head : target_head + num_heads, target_row : target_row + num_rows
-            ] = sources[number][
-                :, source_head : source_head + num_heads, source_row : source_row + num_rows
-            ]
+        for copy in schedule:
+            source = sources[copy.tensor].narrow(1, copy.source_head, copy.num_heads)
+            target = expected[copy.tensor].narrow(1, copy.target_head, copy.num_heads)
+            piece = source.narrow(2, copy.source_row, copy.num_rows)
+            target.narrow(2, copy.target_row, copy.num_rows).copy_(piece)
         assert all(map(torch.equal, targets, expected))
         again = [target.clone() for target in targets]
         copy_rows(sources, again, schedule)
