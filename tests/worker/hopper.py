@@ -9,13 +9,13 @@ from cqs.worker.work import make_work
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def plan_work(seqlen_q, seqlen_kv, *, num_tasks=1, **options):
+def plan_work(seqlen_q, seqlen_kv, *, num_tasks=1, distance=None, **options):
     """Return the work of all tasks of a plan on one device."""
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, **options)
     steps = tuple(step for task in plan.tasks for step in task.steps)
     pattern = options.get("pattern")
     bound = pattern and pattern.bind(seqlen_q, seqlen_kv)
-    return make_work(steps, bound, (range(seqlen_q),), (range(seqlen_kv),))
+    return make_work(steps, bound, (range(seqlen_q),), (range(seqlen_kv),), distance)
 
 
 def count_pairs(work, lengths):

@@ -17,9 +17,9 @@ from cqs.patterns import (
 )
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
-from cqs.scheduler import make_plan
 from cqs.worker import calls
-from cqs.worker.work import BlockRow, Work, make_work
+from cqs.worker.work import BlockRow, Work
+from tests.worker.hopper import plan_work
 
 
 def random_view(generator):
@@ -40,12 +40,6 @@ def make_calls(view, joins_calls):
     work = Work((BlockRow(queries, (view,)),))
     (found,) = calls.make_calls(work, joins_calls=joins_calls)
     return [call for call, _ in found]
-
-
-def make_whole_work(tokens, pattern):
-    (task,) = make_plan(tokens, tokens, num_tasks=1, pattern=pattern).tasks
-    every = (range(tokens),)
-    return make_work(task.steps, pattern.bind(tokens, tokens), every, every)
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
@@ -81,8 +75,7 @@ def test_many_calls_on_a_few_tokens_become_one_with_a_mask(kind):
         "blocks": block_diagonal(9),
         "random": from_mask(rng.random((40, 50)) < 0.3),
     }[kind]
-    task = make_plan(40, 50, num_tasks=1, pattern=pattern).task(0)
-    work = make_work(task.steps, pattern.bind(40, 50), (range(40),), (range(50),))
+    work = plan_work(40, 50, pattern=pattern)
     mask = np.zeros((40, 50), bool)
     for call, is_first in chain.from_iterable(calls.make_calls(work, joins_calls=True)):
         assert is_first and call.number * len(call.view.queries) >= 36
@@ -102,7 +95,7 @@ def test_a_window_is_few_calls():
 
 @pytest.mark.parametrize(("tokens", "pattern"), [(2048, strided(128)), (1900, strided(128))])
 def test_a_sequence_of_thousands_of_tokens_is_a_few_masked_calls(tokens, pattern):
-    (found,) = calls.make_calls(make_whole_work(tokens, pattern), joins_calls=True)
+    (found,) = calls.make_calls(plan_work(tokens, tokens, pattern=pattern), joins_calls=True)
     mask = np.zeros((tokens, tokens), bool)
     for call, is_first in found:
         assert is_first and call.number == 1 and call.view.bits is not None
@@ -114,7 +107,7 @@ def test_a_sequence_of_thousands_of_tokens_is_a_few_masked_calls(tokens, pattern
 
 def test_equal_blocks_at_unequal_distances_are_computed_once():
     pattern = documents([0, 250, 500, 850, 1100, 1500], is_causal=False)
-    (found,) = calls.make_calls(make_whole_work(1500, pattern), joins_calls=True)
+    (found,) = calls.make_calls(plan_work(1500, 1500, pattern=pattern), joins_calls=True)
     assert max(call.number for call, _ in found) == 2
     counts = np.zeros((1500, 1500), int)
     for call, _ in found:
@@ -125,7 +118,7 @@ def test_equal_blocks_at_unequal_distances_are_computed_once():
 
 
 def test_keys_with_gaps_are_few_calls():
-    (found,) = calls.make_calls(make_whole_work(8192, fixed(128, 8)), joins_calls=True)
+    (found,) = calls.make_calls(plan_work(8192, 8192, pattern=fixed(128, 8)), joins_calls=True)
     assert len(found) < 100
 
 
@@ -151,7 +144,7 @@ def test_calls_on_their_own_are_small(high):
     ids=str,
 )
 def test_short_patterns_are_one_masked_call_where_it_is_faster(tokens, pattern, number):
-    (found,) = calls.make_calls(make_whole_work(tokens, pattern), joins_calls=True)
+    (found,) = calls.make_calls(plan_work(tokens, tokens, pattern=pattern), joins_calls=True)
     assert len(found) >= number
     if number == 1:
         ((call, _),) = found
