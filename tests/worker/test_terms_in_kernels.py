@@ -14,7 +14,7 @@ from score_cases import define, options_of, tensors_of
 from support.exact import assert_tracks_exact
 
 import cqs
-from benchmarks.cases import Case, visible_mask
+from benchmarks.cases import Case
 from cqs.patterns import dilated, from_mask, sliding_window
 from cqs.problem import check_problem
 from cqs.report.passes import hold
@@ -23,6 +23,7 @@ from cqs.worker import Worker
 pytest.importorskip("triton")
 
 from cqs.worker.triton.hopper_pairs import TERMS
+from tests.worker.hopper import mask_of
 
 EVERY_DEVICE = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,14 +49,6 @@ def draw_case(generator, *, on_hopper=False):
         patterns = [sliding_window(30, 5), dilated(8, 3, 3), from_mask(drawn)]
         case = replace(case, pattern=generator.choice(patterns))
     return case
-
-
-def mask_of(problem):
-    mask = visible_mask(problem)
-    lengths = problem.query.shape[2], problem.key.shape[2]
-    return (
-        torch.ones(lengths, dtype=torch.bool, device=problem.query.device) if mask is None else mask
-    )
 
 
 def draw_scores(generator, problem, *, has_bias=True):
