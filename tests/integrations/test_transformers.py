@@ -9,6 +9,7 @@ import shards
 import tiny_models
 import torch
 import transformers
+from judged import transformers_families
 from judged.tiny_configs import make_config
 from support.exact import assert_tracks_exact
 from tiny_models import BATCHES, TOKENS, make_model, passes, with_attention
@@ -77,17 +78,22 @@ def test_generation_with_padding_on_the_left_matches(family, window, options):
     torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["T5Gemma2Model", "Qwen2MoeForCausalLM", "BigBirdPegasusModel", "MoonshineModel"]
+)
+def test_models_whose_code_reads_the_mask_compute_the_same(name):
+    """They concatenate masks, make some that no layer uses, add them to scores, look for None."""
+    kind = getattr(transformers, name)
+    model, batch, expected = transformers_families.make_model(kind, padding=(5, 0))
+    found, spy = transformers_families.results_of_cqs(model, batch)
+    assert spy.called and transformers_families.deviation(found, expected) <= 1
+
+
 @pytest.mark.parametrize("family", tiny_models.THAT_READ_THE_MASK)
-def test_models_whose_code_reads_the_mask_compute_the_same(family):
+def test_models_that_change_the_mask_compute_the_same(family):
     model, batch = tiny_models.make_model_that_reads_the_mask(family)
-    reference = "eager" if family in ("BigBirdPegasus", "Moonshine") else "sdpa"
-    tolerance = 1e-6 if family == "Moonshine" else 1e-10
-    expected = with_attention(model, reference)(**batch)[0]
-    model.set_attn_implementation("cqs-of-5")
-    output, tokens = model(**batch)[0], batch.get("attention_mask")
-    if tokens is not None and output.shape[:2] == tokens.shape:
-        output, expected = output[tokens.bool()], expected[tokens.bool()]
-    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    expected, found = (with_attention(model, name)(**batch)[0] for name in ("sdpa", "cqs-of-5"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_an_encoder_generates_with_a_static_cache():
@@ -391,20 +397,13 @@ def test_attention_weights_come_from_the_eager_attention():
 
 
 def test_a_model_that_caps_its_scores():
-    torch.manual_seed(0)
-    arguments = tiny_models.FAMILIES["Llama"][1] | {"head_dim": 8, "sliding_window": 7}
-    config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=1.0)
-    model, batch = transformers.Gemma2ForCausalLM(config).eval(), BATCHES["packed"]()
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            torch.nn.init.normal_(parameter, std=0.3)  # scores beyond the cap
-    expected = passes(with_attention(model, "eager"), **batch)
-    assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected, 1e-5)
-    model.config.attn_logit_softcapping = None
-    for layer in model.model.layers:
-        layer.self_attn.attn_logit_softcapping = None
-    uncapped = passes(model, **batch)
-    assert (uncapped["output"] - expected["output"]).abs().max() > 1e-4
+    batch = BATCHES["packed"]()
+    check(make_model("Gemma2"), batch, "eager", "cqs-of-5", 1e-5)
+    outputs = (
+        passes(with_attention(make_model("Gemma2", attn_logit_softcapping=cap), "cqs"), **batch)
+        for cap in (1.0, None)
+    )
+    assert_differs(*outputs)
 
 
 def test_options_that_do_not_fit_are_refused():
