@@ -4,11 +4,9 @@ import pytest
 import torch
 from support.exact import assert_tracks_exact
 from tiny_models import BATCHES, make_model, passes, token_ids, with_attention
-from torch.library import opcheck
 from transformers import AttentionInterface, StaticCache, masking_utils
 
 from cqs.executors.operators import handle_of, read_pattern
-from cqs.integrations.graph_masks import _make_mask
 from cqs.integrations.transformers import register
 from cqs.patterns import causal, documents, sliding_window
 
@@ -37,12 +35,15 @@ def assert_alike(found, expected):
     ("family", "kind"),
     [
         ("Mistral", "packed"),
+        ("Llama", "own mask"),
         pytest.param("Llama", "whole", marks=pytest.mark.long),
         pytest.param("Qwen2", "padded on the left", marks=pytest.mark.long),
     ],
 )
 def test_outputs_and_gradients_are_those_of_eager(family, kind):
-    model, batch = make(family), BATCHES[kind]()
+    own_mask = {"attention_mask": torch.rand(3, 1, 33, 33) < 0.8, "use_cache": False}
+    batch = {"input_ids": token_ids()} | own_mask if kind == "own mask" else BATCHES[kind]()
+    model = make(family)
     expected = passes(model, **batch)
     model.compile(backend="aot_eager", fullgraph=True)
     assert_alike(passes(model, **batch), expected)
@@ -87,14 +88,6 @@ def test_decoding_with_a_static_cache():
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(decode(compiled), decode(model))
-
-
-def test_a_mask_of_the_user():
-    model, mask = make("Llama"), torch.rand(3, 1, 33, 33) < 0.8
-    batch = {"input_ids": token_ids(), "attention_mask": mask, "use_cache": False}
-    expected = passes(model, **batch)
-    model.compile(backend="aot_eager", fullgraph=True)
-    assert_alike(passes(model, **batch), expected)
 
 
 CONFIG = make("Mistral").config
@@ -153,14 +146,3 @@ def test_a_mask_that_is_changed_is_read():
     compiled = torch.compile(attend_changed, backend="eager", fullgraph=True)
     for found, expected in zip(compiled(query), attend_changed(query), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(("is_packed", "has_padding"), [(True, False), (False, True)])
-def test_the_operator_passes_opcheck(is_packed, has_padding):
-    pattern = sliding_window(2)
-    visible = [torch.rand(2, 9) < 0.6] if has_padding else []
-    joined = [torch.rand(2, 8) < 0.6] if is_packed else []
-    given = ", ".join("..." if each else "None" for each in (visible, joined))
-    tensors = [pattern.handle, *visible, *joined]
-    arguments = "", f"[b'', {given}, {{}}, {{}}, {{}}]", [9, 9, 2], tensors
-    opcheck(torch.ops.cqs.made.default, (f"{_make_mask.__module__}:_make_mask", *arguments))

@@ -184,41 +184,42 @@ MASKS = {
 """Name -> function of transformers, size of its window and further options."""
 
 
-@pytest.mark.parametrize("padding", [None, (0, 0), (4, 0), (0, 3), (4, 5), "holes"], ids=str)
+PADDINGS = {
+    "none": None,
+    "all tokens": torch.ones(TOKENS, dtype=torch.bool),
+    "left": torch.arange(TOKENS) >= 4,
+    "right": torch.arange(TOKENS) < TOKENS - 3,
+    "both": (torch.arange(TOKENS) >= 4) & (torch.arange(TOKENS) < TOKENS - 5),
+    "holes": torch.rand(TOKENS, generator=torch.Generator().manual_seed(0)) < 0.7,
+}
+"""Name -> tokens of the first of two sequences that are no padding."""
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_patterns_are_the_masks(name, padding):
     """Of what transformers' functions for masks hand over, compared with what sdpa gets."""
     maker, window, options = MASKS[name]
     config = tiny_models.config_of("Llama")
     config.sliding_window, config.attention_chunk_size = window, 5
-    mask = None
-    if padding is not None:
-        mask = torch.ones(2, TOKENS, dtype=torch.bool)
-        mask[0] = torch.rand(TOKENS) < 0.7 if padding == "holes" else mask[0]
-        if padding != "holes":
-            mask[0, : padding[0]] = mask[0, TOKENS - padding[1] :] = False
-    make = getattr(masking_utils, maker)
+    tokens = PADDINGS[padding]
+    mask = None if tokens is None else torch.stack([tokens, torch.ones_like(tokens)])
     skip = "bidirectional" if "bidirectional" in maker else "causal"
-    found = {}
-    for implementation in ("cqs", "sdpa"):
-        config._attn_implementation = implementation
-        found[implementation] = make(
-            config=config,
-            inputs_embeds=torch.empty(2, TOKENS, 0),
-            attention_mask=mask,
-            past_key_values=None,
-            **{f"allow_is_{skip}_skip": False},
-            **options,
-        )
-    pattern = found["cqs"].source.pattern
+    found = []
+    for config._attn_implementation in ("cqs", "sdpa"):
+        embeddings = torch.empty(2, TOKENS, 0)
+        arguments = {"config": config, "inputs_embeds": embeddings, "attention_mask": mask}
+        arguments |= {"past_key_values": None, f"allow_is_{skip}_skip": False} | options
+        found.append(getattr(masking_utils, maker)(**arguments))
+    ours, expected = found
+    pattern = ours.source.pattern
     if isinstance(pattern, Stacked):
         pattern = by_batch(pattern.rows)
-    masks = torch.from_numpy(pattern.to_mask(TOKENS))
-    assert (masks == found["sdpa"]).all()
-    copy = found["cqs"].clone()
-    assert torch.equal(found["cqs"], found["sdpa"])
-    found["cqs"].zero_()
-    assert torch.equal(copy, found["sdpa"]) and not found["cqs"].any()
+    assert (torch.from_numpy(pattern.to_mask(TOKENS)) == expected).all()
+    copy = ours.clone()
+    assert torch.equal(ours, expected)
+    ours.zero_()
+    assert torch.equal(copy, expected) and not ours.any()
 
 
 def test_a_decoder_may_be_asked_to_look_both_ways():
@@ -420,6 +421,12 @@ def test_transformers_without_the_interface_is_refused(monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", missing)
         with pytest.raises(ImportError, match="transformers must be 5.4 or later: pip install"):
             register()
+
+
+@pytest.mark.ray
+def test_a_cluster_computes_the_same(cluster):
+    register("cqs-on-actors", executor=cluster)
+    check(make_model("Bert"), BATCHES["padded on the right"](), attention="cqs-on-actors")
 
 
 @pytest.mark.parametrize("family", ["GptOss", "Bert"])

@@ -113,17 +113,6 @@ def test_one_query_or_key_is_right(assert_right, lengths):
         torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 256, 257, 1000, 2048, 3001])
-def test_rectangles_and_squares_are_the_pairs_of_a_causal_square(monkeypatch, num_rows):
-    monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
-    pairs = torch.zeros(num_rows, num_rows, dtype=torch.int)
-    for rows, columns in flash._cut_square(range(num_rows)):
-        part = pairs[rows.start : rows.stop, columns.start : columns.stop]
-        part += torch.ones_like(part).tril() if rows == columns else 1
-        assert rows != columns or len(rows) <= 256
-    assert torch.equal(pairs, torch.ones_like(pairs).tril())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.2, -0.2, 0.0], ids=str)
 def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
