@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.exact import assert_tracks_exact
-from tiny_models import BATCHES, make_model, passes, token_ids, with_attention
+from tiny_models import BATCHES, assert_alike, make_model, passes, token_ids, with_attention
 from transformers import AttentionInterface, StaticCache, masking_utils
 
 from cqs.executors.operators import handle_of, read_pattern
@@ -26,11 +26,6 @@ def make(family):
     return with_attention(make_model(family, num_hidden_layers=1), "cqs")
 
 
-def assert_alike(found, expected):
-    for name, want in expected.items():
-        torch.testing.assert_close(found[name], want, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -46,7 +41,7 @@ def test_outputs_and_gradients_are_those_of_eager(family, kind):
     model = make(family)
     expected = passes(model, **batch)
     model.compile(backend="aot_eager", fullgraph=True)
-    assert_alike(passes(model, **batch), expected)
+    assert_alike(passes(model, **batch), expected, 1e-12)
 
 
 @pytest.mark.parametrize("family", ["Bert", pytest.param("Llama", marks=pytest.mark.long)])
@@ -57,7 +52,7 @@ def test_padding_does_not_recompile(family):
     model.compile(backend="aot_eager", fullgraph=True)
     for want, (kind, stance) in zip(expected, kinds.items(), strict=True):
         with torch.compiler.set_stance(stance):
-            assert_alike(passes(model, **BATCHES[kind]()), want)
+            assert_alike(passes(model, **BATCHES[kind]()), want, 1e-12)
 
 
 def test_lengths_are_dynamic():

@@ -12,7 +12,7 @@ import transformers
 from judged import transformers_families
 from judged.tiny_configs import make_config
 from support.exact import assert_tracks_exact
-from tiny_models import BATCHES, TOKENS, make_model, passes, with_attention
+from tiny_models import BATCHES, TOKENS, assert_alike, make_model, passes, with_attention
 from transformers import AttentionInterface, masking_utils
 
 import cqs
@@ -24,13 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 register()
 register("cqs-of-5", num_tasks=5)
-
-
-def assert_alike(found, expected, tolerance=1e-10):
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        error = (found[name] - want).abs().max()
-        assert error <= tolerance * max(1, want.abs().max()), f"{name}: {error:.3e}"
 
 
 def check(model, batch, reference="sdpa", attention="cqs", tolerance=1e-10):

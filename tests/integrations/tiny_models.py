@@ -72,40 +72,44 @@ def _padded(*paddings):
     return {"input_ids": token_ids(len(paddings)), "attention_mask": mask}
 
 
-def _packed():
-    """Three sequences of unequal lengths in each row."""
-    lengths = (10, 1, 22)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return {
-        "input_ids": token_ids(2),
-        "position_ids": positions.expand(2, -1),
-        "use_cache": False,
-    }
+def packed_rows(*rows):
+    """Return a batch whose rows are packed sequences of these lengths."""
+    positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in rows]
+    positions = torch.stack(positions)
+    return {"input_ids": token_ids(len(rows)), "position_ids": positions, "use_cache": False}
 
 
 BATCHES = {
     "whole": lambda: {"input_ids": token_ids()},
     "padded on the left": lambda: _padded((5, 0), (0, 0), (20, 0)),
     "padded on the right": lambda: _padded((0, 0), (0, 3), (0, 30)),
-    "packed": _packed,
+    "packed": lambda: packed_rows((10, 1, 22), (10, 1, 22)),
 }
 
 
-def passes(model, **batch):
-    """Return the outputs of what is no padding, and the gradient of every parameter."""
+def passes(model, weights=None, **batch):
+    """Return the outputs of what is no padding, and the gradient of every parameter.
+
+    The gradients are those of a sum of the outputs, with random signs or with weights.
+    """
     model.zero_grad()
     output = model(**batch)[0]
     mask = batch.get("attention_mask")
-    if mask is not None and mask.ndim == 2:
+    if weights is None and mask is not None and mask.ndim == 2:
         output = output[mask.bool()]
-    signs = 2 * torch.randint(2, output.shape, generator=torch.manual_seed(2)) - 1
-    (output * signs.to(output)).sum().backward()
-    gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return {"output": output.detach()} | {name: grad.clone() for name, grad in gradients.items()}
+    if weights is None:
+        weights = 2 * torch.randint(2, output.shape, generator=torch.manual_seed(2)) - 1
+    (output * weights.to(output)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {"output": output.detach()} | gradients
+    return {name: each.clone() for name, each in found.items() if each is not None}
+
+
+def assert_alike(found, expected, tolerance=1e-10):
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        error = (found[name] - want).abs().max()
+        assert error <= tolerance * max(1, want.abs().max()), f"{name}: {error:.3e}"
 
 
 def _of_siglip2():
