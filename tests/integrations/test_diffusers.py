@@ -1,9 +1,6 @@
 """Models of diffusers with attention by cqs equal those with diffusers' own, on any ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -15,7 +12,7 @@ from diffusers.models.attention_dispatch import (
 )
 from diffusion_models import FAMILIES, SIZES, make_model
 from diffusion_ranks import errors_of
-from support.pages import ROOT
+from program import run_program
 
 from cqs.integrations.diffusers import register
 
@@ -38,13 +35,7 @@ def test_one_process_equals_native(family, size):
 
 @cache
 def run_on_ranks(num_ranks):
-    folders = ("", "tests/distributed", "tests/integrations")
-    paths = os.pathsep.join(str(ROOT / folder) for folder in folders)
-    program = [sys.executable, ROOT / "tests/integrations/diffusion_ranks.py", str(num_ranks)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_program("diffusion_ranks.py", num_ranks).splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """Attention for JAX is that of jax.nn, on the same arrays, with its gradients."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program import run_program
 
 from cqs.integrations.jax import attention
 from cqs.patterns import sliding_window
@@ -138,12 +135,7 @@ def test_a_query_that_sees_no_key_gives_nothing():
 def test_arrays_stay_on_the_gpu():
     """In a process of its own, with a JAX that has not taken most of the memory."""
     pytest.importorskip("jax_plugins", reason="needs JAX for CUDA")
-    program = Path(__file__).with_name("jax_on_gpu.py")
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, program], env=os.environ | paths, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    run_program("jax_on_gpu.py")
 
 
 def test_shapes_are_checked_before_anything_is_compiled():

@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.pages import ROOT
+from program import run_program
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
 
 pytest.importorskip("torchtitan")
@@ -19,10 +16,7 @@ pytestmark = pytest.mark.slow
 
 def test_three_ranks_have_the_losses_of_torchtitan_in_one_process(tmp_path):
     """Packed documents, 4 heads with 2 KV heads, forward, backward and optimizer."""
-    paths = map(str, (ROOT, ROOT / "tests" / "distributed", *sys.path))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "tests/integrations/titan_runs.py", tmp_path]
-    subprocess.run(command, env=environment, timeout=600, check=True)
+    run_program("titan_runs.py", tmp_path)
     expected = json.loads((tmp_path / "flex.json").read_text())
     losses = json.loads((tmp_path / "cqs.json").read_text())
     assert losses == pytest.approx(expected, abs=1e-5)

@@ -2,16 +2,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support import exact
 
 import cqs
 from benchmarks.cases import CASES
 from cqs.patterns import sliding_window
 from cqs.problem.dropout import Dropout
 from cqs.scheduler import Step, Task, make_plan
-from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker, choose_backend
-from cqs.worker.calls import attend_call
-from cqs.worker.operands import Operands, TaskOperands
-from cqs.worker.work import make_work
+from cqs.worker import BACKENDS, HeldTokens, Worker, choose_backend
 
 GPU = pytest.mark.gpu
 SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,33 +43,21 @@ STORAGES = {
 """Name -> function that stores a tensor in another layout."""
 
 
-def as_one_call(case, dtype, device):
-    """The problem of a case; backends know causal squares only, so other shapes are full."""
-    problem = case.make(dtype, device)
-    return replace(problem, is_causal=case.is_causal and case.seqlen_q == case.seqlen_kv)
-
-
-def attend(problem, backend, *tensors):
-    tensors = tensors or (problem.query, problem.key, problem.value)
-    if reason := BACKENDS[backend].why_not(*tensors):
+def attend(problem, backend):
+    if reason := BACKENDS[backend].why_not(problem.query, problem.key, problem.value):
         pytest.skip(f"{backend} {reason}")
-    found = BACKENDS[backend]
-    if isinstance(found, CallBackend):
-        return attend_call(found, Operands(*tensors, problem.is_causal, problem.scale))
-    lengths = tensors[0].shape[2], tensors[1].shape[2]
-    (task,) = make_plan(*lengths, num_tasks=1, is_causal=problem.is_causal).tasks
-    whole = make_work(task.steps, None, *((range(length),) for length in lengths))
-    return found.attend(TaskOperands(*tensors, whole, problem.scale))
+    return exact.attend(problem, backend=backend, num_tasks=1)
 
 
 @pytest.mark.sample(3)
 @every_combination
 @every_case
 def test_one_call_is_right(assert_right, case, device, backend, dtype):
-    problem = as_one_call(case, dtype, device)
+    """Backends know causal squares only, so other shapes are full."""
+    is_causal = case.is_causal and case.seqlen_q == case.seqlen_kv
+    problem = replace(case, is_causal=is_causal).make(dtype, device)
     output, lse = attend(problem, backend)
     assert output.device == lse.device == problem.query.device
-    assert lse.shape == problem.query.shape[:3]
     assert_right(problem, (output, lse))
 
 
@@ -79,7 +65,7 @@ def test_one_call_is_right(assert_right, case, device, backend, dtype):
 @every_combination
 def test_inputs_are_never_written_to(device, backend, dtype):
     for case in CASES[:6]:
-        problem = as_one_call(case, dtype, device)
+        problem = case.make(dtype, device)
         tensors = problem.query, problem.key, problem.value
         before = [tensor.clone() for tensor in tensors]
         attend(problem, backend)
@@ -89,18 +75,18 @@ def test_inputs_are_never_written_to(device, backend, dtype):
 @pytest.mark.slow
 @every_combination
 def test_strides_of_the_inputs_do_not_matter(device, backend, dtype):
-    problem = as_one_call(SQUARE, dtype, device)
-    plain = problem.query, problem.key, problem.value
-    expected = attend(problem, backend)
+    problem = SQUARE.make(dtype, device)
+    expected_output, expected_lse = attend(problem, backend)
     for name, store in STORAGES.items():
-        output, lse = attend(problem, backend, *map(store, plain))
-        torch.testing.assert_close(output, expected.output, msg=lambda text, name=name: name + text)
-        torch.testing.assert_close(lse, expected.lse)
+        query, key, value = map(store, (problem.query, problem.key, problem.value))
+        output, lse = attend(replace(problem, query=query, key=key, value=value), backend)
+        torch.testing.assert_close(output, expected_output, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(lse, expected_lse)
 
 
 @every_combination
 def test_scores_of_ten_thousand_do_not_overflow(assert_right, device, backend, dtype):
-    problem = as_one_call(SQUARE, dtype, device)
+    problem = SQUARE.make(dtype, device)
     for sign in (1, -1):
         query = torch.full_like(problem.query, 50 * sign)
         key = torch.full_like(problem.key, 50)
@@ -128,7 +114,7 @@ def test_scales_that_are_not_positive_are_honoured(
 def test_cudnn_takes_rectangles_of_any_size(assert_right, lengths, head_dim, dtype):
     case = replace(CASES[0], seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=head_dim)
     for is_causal in {False, lengths[0] == lengths[1]}:
-        problem = replace(as_one_call(case, dtype, "cuda"), is_causal=is_causal)
+        problem = replace(case, is_causal=is_causal).make(dtype, "cuda")
         assert_right(problem, attend(problem, "cudnn"))
 
 

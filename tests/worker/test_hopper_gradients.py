@@ -128,18 +128,22 @@ def test_gradients_of_rectangles_are_near_float64(name, is_causal, num_tasks, us
     assert calls == ["rectangles"]
 
 
-@LENGTHS
-@NAMES
-@pytest.mark.parametrize(
-    ("num_tasks", "options", "dtype"),
+KINDS = pytest.mark.parametrize(
+    ("options", "dtype"),
     [
-        (1, {"heads": 4}, BF16),
-        (3, {"heads": 4, "kv_heads": 1}, BF16),
-        (1, {"heads": 4, "kv_heads": 2, "dim": 64, "dtype": FP16}, FP16),
-        (1, {"heads": 20, "batch": 2, "is_transposed": True}, None),
+        ({"heads": 4}, BF16),
+        ({"heads": 4, "kv_heads": 1, "batch": 2}, BF16),
+        ({"heads": 4, "kv_heads": 2, "dim": 64, "dtype": FP16}, FP16),
+        ({"heads": 20, "kv_heads": 10, "batch": 2, "is_transposed": True}, None),
     ],
     ids=str,
 )
+
+
+@LENGTHS
+@NAMES
+@KINDS
+@pytest.mark.parametrize("num_tasks", [1, 3])
 def test_gradients_of_visits_are_near_float64(lengths, name, num_tasks, options, dtype, use_kernel):
     calls, work = use_kernel("visits"), find_work(lengths, name, num_tasks)
     tensors = make_tensors(queries=lengths[0], keys=lengths[1], **options)
@@ -149,16 +153,7 @@ def test_gradients_of_visits_are_near_float64(lengths, name, num_tasks, options,
 
 @pytest.mark.parametrize("lengths", [(2400, 2400), (1200, 3600), (2412, 2412)], ids=str)
 @pytest.mark.parametrize("name", DILATED)
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"heads": 4}, BF16),
-        ({"heads": 4, "kv_heads": 1, "batch": 2}, BF16),
-        ({"heads": 4, "kv_heads": 2, "dim": 64, "dtype": FP16}, FP16),
-        ({"heads": 6, "kv_heads": 3, "batch": 2, "is_transposed": True}, None),
-    ],
-    ids=str,
-)
+@KINDS
 def test_gradients_of_residues_are_near_float64(name, lengths, options, dtype, use_kernel):
     calls, work = use_kernel("residues"), plan_work(*lengths, pattern=DILATED[name])
     tensors = make_tensors(queries=lengths[0], keys=lengths[1], **options)

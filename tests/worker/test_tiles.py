@@ -2,18 +2,10 @@ import random
 
 import numpy as np
 import pytest
+from sparse_cases import NAMES, with_pattern
 
-from cqs.patterns import (
-    bigbird,
-    block_diagonal,
-    dilated,
-    documents,
-    fixed,
-    from_mask,
-    longformer,
-    sliding_window,
-    strided,
-)
+from benchmarks.cases import Case
+from cqs.patterns import from_mask, sliding_window
 from cqs.patterns.views import View
 from cqs.scheduler import Step
 from cqs.worker.triton.tiles import (
@@ -81,25 +73,11 @@ def test_every_pair_of_a_plan_is_visited_once(lengths, num_tasks, is_causal, blo
         assert len(rows) == len(set(rows))
 
 
-PATTERNS = [
-    sliding_window(40, 3),
-    dilated(4, 2, 3),
-    strided(8),
-    fixed(16, 3),
-    fixed(70, 2),
-    block_diagonal(20),
-    longformer(30, [0, 1, 77]),
-    bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=1),
-    documents([0, 50, 57, 131], [0, 60, 111, 200]),
-]
-
-
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("lengths", [(200, 200), (131, 211)], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_pair_of_a_pattern_is_visited_once(pattern, lengths, block):
-    lengths = lengths if pattern.suits(lengths) else pattern.default_lengths
-    bound = pattern.bind(*lengths)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pair_of_a_pattern_is_visited_once(name, lengths, block):
+    bound = with_pattern(Case("tiles", *lengths), name).pattern.bind(*lengths)
     rng = random.Random(0)
     cut = rng.randint(1, lengths[0] - 1), rng.randint(1, lengths[1] - 1)
     steps = [
@@ -142,11 +120,9 @@ IRREGULAR = from_mask(np.random.default_rng(0).random((2**10, 2**10)) < 0.5)
     ("seqlen", "options", "expected"),
     [
         (2**14, {}, True),
-        (2**14, {"is_causal": True}, False),  # 64 blocks of keys a tile
         (2**15, {"is_causal": True}, True),
         (2**14, {"num_tasks": 31}, False),  # groups of 528 rows: tiles of 576
         (2**16, {"num_tasks": 7}, True),
-        (2**16, {"pattern": sliding_window(2**12, 0)}, False),
         (2**16, {"pattern": sliding_window(2**14, 0)}, True),
         (2**10, {"pattern": IRREGULAR}, False),
     ],
