@@ -175,8 +175,6 @@ MASKS = {
     for window in (6, 1, 0, -1)
 }
 """Name -> function of transformers, size of its window and further options."""
-
-
 PADDINGS = {
     "none": None,
     "all tokens": torch.ones(TOKENS, dtype=torch.bool),
@@ -199,7 +197,8 @@ def test_patterns_are_the_masks(name, padding):
     mask = None if tokens is None else torch.stack([tokens, torch.ones_like(tokens)])
     skip = "bidirectional" if "bidirectional" in maker else "causal"
     found = []
-    for config._attn_implementation in ("cqs", "sdpa"):
+    for implementation in ("cqs", "sdpa"):
+        config._attn_implementation = implementation
         embeddings = torch.empty(2, TOKENS, 0)
         arguments = {"config": config, "inputs_embeds": embeddings, "attention_mask": mask}
         arguments |= {"past_key_values": None, f"allow_is_{skip}_skip": False} | options
