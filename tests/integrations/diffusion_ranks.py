@@ -1,16 +1,11 @@
 """Models of diffusers on ranks, compared with one process; a program that prints what it finds."""
 
 import contextlib
-import io
 import json
-import multiprocessing
-import os
-import runpy
 import sys
 import warnings
 from functools import partial
 from logging import Logger
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,12 +13,10 @@ from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 from diffusers.utils import logging
 from diffusion_models import FAMILIES, HEAD_DIM, SIZES, make_inputs, make_model, passes
-from ranks import find_free_port
+from ranks import run_as_torchrun
 from torch.distributed.device_mesh import init_device_mesh
 
 from cqs.integrations.diffusers import register
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "video_diffusion.py"
 
 
 def make_parallel(family, heads, **degrees):
@@ -150,61 +143,32 @@ def _special_cases():
     }
 
 
-def _run_example():
-    """Run the example as torchrun does, and return the lines that it prints."""
-    sys.argv = [str(EXAMPLE)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(EXAMPLE, run_name="__main__")
-    return printed.getvalue().splitlines()
-
-
-def _serve(rank, num_ranks, ports, queue):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+def _print_findings():
+    """Print as JSON what this number of ranks finds, on rank 0."""
     dist.init_process_group("gloo")
-    found = {
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    errors = {
         f"{family}, {size}": errors_of(make_parallel(family, SIZES[size][0]), family, size)
         for family in FAMILIES
         for size in (SIZES if num_ranks != 3 else list(SIZES)[1:])
     }
+    found = {"errors": errors}
     if num_ranks == 3:
-        found |= _special_cases()
+        errors |= _special_cases()
         found["complaints"] = _complaints()
-        of_ranks = [None] * num_ranks
+        found["complaints about ranks"] = of_ranks = [None] * num_ranks
         dist.all_gather_object(of_ranks, _complaints_about_ranks())
-        found["complaints about ranks"] = of_ranks
     if num_ranks == 2:
-        found["compiled"] = _compiled(next(iter(SIZES)))
+        errors["compiled"] = _compiled(next(iter(SIZES)))
     dist.destroy_process_group()
-    if num_ranks == 2:
-        os.environ["MASTER_PORT"] = str(ports[1])
-        found["example"] = _run_example()
     if rank == 0:
-        queue.put(found)
+        print(json.dumps(found), flush=True)
 
 
-def main(num_ranks):
-    """Print the findings for a number of ranks, as JSON."""
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     with contextlib.suppress(AttributeError):
         del Logger.warning_once  # transformers adds it
     register()
-    context = multiprocessing.get_context("fork")  # what takes long to import is imported
-    ports = find_free_port(), find_free_port()
-    arguments = num_ranks, ports, (queue := context.SimpleQueue())
-    ranks = [
-        context.Process(target=_serve, args=(rank, *arguments), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(100)
-        assert rank.exitcode == 0
-    print(json.dumps(queue.get()))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    run_as_torchrun(int(sys.argv[1]), _print_findings, start_method="fork")

@@ -9,8 +9,9 @@ from tiny_models import (
     TOKENS,
     VOCABULARY,
     make_model,
+    packed_rows,
+    passes,
     reference_of,
-    token_ids,
     with_attention,
 )
 from transformers.masking_utils import create_causal_mask
@@ -25,25 +26,11 @@ def _part(batch, rank):
     return {name: tensor[:, start:stop] for name, tensor in batch.items()}
 
 
-def _passes(model, batch, weights):
-    """Return outputs and the gradients of their weighted sum."""
-    output = model(**batch)[0]
-    (output * weights).sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return output.detach(), {name: grad for name, grad in found.items() if grad is not None}
-
-
-def _packed_rows(*rows):
-    """Return a batch whose rows are packed sequences of these lengths."""
-    positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in rows]
-    return {"input_ids": token_ids(len(rows)), "position_ids": torch.stack(positions)}
-
-
 PACKED = {
-    "packed": lambda: _packed_rows((10, 1, 22)),
-    "packed at the ends of shards": lambda: _packed_rows((7, 3, 10, 13)),
-    "packed as shards": lambda: _packed_rows((7, 13, 13)),
-    "packed in one row": lambda: _packed_rows((10, 1, 22), (33,), (3, 4, 13, 13)),
+    "packed": lambda: packed_rows((10, 1, 22)),
+    "packed at the ends of shards": lambda: packed_rows((7, 3, 10, 13)),
+    "packed as shards": lambda: packed_rows((7, 13, 13)),
+    "packed in one row": lambda: packed_rows((10, 1, 22), (33,), (3, 4, 13, 13)),
 }
 
 
@@ -59,21 +46,20 @@ def error_of_shards(group, family, kind, lengths=None):
     width = 32 if family == "Bert" else VOCABULARY
     weights = torch.randn(*shape, width, generator=torch.manual_seed(2), dtype=torch.float64)
     weights *= batch.get("attention_mask", torch.ones(shape)).unsqueeze(-1)  # not of padding
-    options = {"use_cache": False} if kind in PACKED else {}
     model = with_attention(make_model(family), reference_of(family))
-    output, gradients = _passes(model, batch | options, weights)
-    of_whole = {"output": output, "weights": weights}
-    wanted = _part(of_whole, rank)
+    expected = passes(model, weights, **batch)
     model = with_attention(make_model(family), "cqs-of-group")
-    if lengths is not None:
-        options["cu_seq_lens_q"] = torch.tensor(lengths).cumsum(0)
-    found, parts = _passes(model, _part(batch, rank) | options, wanted["weights"])
-    live = wanted["weights"].any(-1)
-    errors = [(found - wanted["output"])[live].abs().max() if live.any() else torch.zeros(())]
-    assert parts.keys() == gradients.keys()
-    for name, part in parts.items():
-        dist.all_reduce(part, group=group)
-        errors.append((part - gradients[name]).abs().max())
+    is_cached = {"use_cache": batch.pop("use_cache")} if kind in PACKED else {}
+    options = {} if lengths is None else {"cu_seq_lens_q": torch.tensor(lengths).cumsum(0)}
+    part, weights = _part(batch, rank), _part({"weights": weights}, rank)["weights"]
+    found = passes(model, weights, **part, **options, **is_cached)
+    output = _part({"output": expected.pop("output")}, rank)["output"]
+    live = weights.any(-1)
+    errors = [(found.pop("output") - output)[live].abs().max() if live.any() else torch.zeros(())]
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        dist.all_reduce(gradient, group=group)
+        errors.append((gradient - expected[name]).abs().max())
     return float(max(errors))
 
 

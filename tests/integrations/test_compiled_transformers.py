@@ -3,12 +3,10 @@
 import pytest
 import torch
 from support.exact import assert_tracks_exact
-from tiny_models import BATCHES, make_model, passes, token_ids, with_attention
-from torch.library import opcheck
+from tiny_models import BATCHES, assert_alike, make_model, passes, token_ids, with_attention
 from transformers import AttentionInterface, StaticCache, masking_utils
 
 from cqs.executors.operators import handle_of, read_pattern
-from cqs.integrations.graph_masks import _make_mask
 from cqs.integrations.transformers import register
 from cqs.patterns import causal, documents, sliding_window
 
@@ -28,24 +26,22 @@ def make(family):
     return with_attention(make_model(family, num_hidden_layers=1), "cqs")
 
 
-def assert_alike(found, expected):
-    for name, want in expected.items():
-        torch.testing.assert_close(found[name], want, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
         ("Mistral", "packed"),
+        ("Llama", "own mask"),
         pytest.param("Llama", "whole", marks=pytest.mark.long),
         pytest.param("Qwen2", "padded on the left", marks=pytest.mark.long),
     ],
 )
 def test_outputs_and_gradients_are_those_of_eager(family, kind):
-    model, batch = make(family), BATCHES[kind]()
+    own_mask = {"attention_mask": torch.rand(3, 1, 33, 33) < 0.8, "use_cache": False}
+    batch = {"input_ids": token_ids()} | own_mask if kind == "own mask" else BATCHES[kind]()
+    model = make(family)
     expected = passes(model, **batch)
     model.compile(backend="aot_eager", fullgraph=True)
-    assert_alike(passes(model, **batch), expected)
+    assert_alike(passes(model, **batch), expected, 1e-12)
 
 
 @pytest.mark.parametrize("family", ["Bert", pytest.param("Llama", marks=pytest.mark.long)])
@@ -56,7 +52,7 @@ def test_padding_does_not_recompile(family):
     model.compile(backend="aot_eager", fullgraph=True)
     for want, (kind, stance) in zip(expected, kinds.items(), strict=True):
         with torch.compiler.set_stance(stance):
-            assert_alike(passes(model, **BATCHES[kind]()), want)
+            assert_alike(passes(model, **BATCHES[kind]()), want, 1e-12)
 
 
 def test_lengths_are_dynamic():
@@ -87,14 +83,6 @@ def test_decoding_with_a_static_cache():
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(decode(compiled), decode(model))
-
-
-def test_a_mask_of_the_user():
-    model, mask = make("Llama"), torch.rand(3, 1, 33, 33) < 0.8
-    batch = {"input_ids": token_ids(), "attention_mask": mask, "use_cache": False}
-    expected = passes(model, **batch)
-    model.compile(backend="aot_eager", fullgraph=True)
-    assert_alike(passes(model, **batch), expected)
 
 
 CONFIG = make("Mistral").config
@@ -153,14 +141,3 @@ def test_a_mask_that_is_changed_is_read():
     compiled = torch.compile(attend_changed, backend="eager", fullgraph=True)
     for found, expected in zip(compiled(query), attend_changed(query), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(("is_packed", "has_padding"), [(True, False), (False, True)])
-def test_the_operator_passes_opcheck(is_packed, has_padding):
-    pattern = sliding_window(2)
-    visible = [torch.rand(2, 9) < 0.6] if has_padding else []
-    joined = [torch.rand(2, 8) < 0.6] if is_packed else []
-    given = ", ".join("..." if each else "None" for each in (visible, joined))
-    tensors = [pattern.handle, *visible, *joined]
-    arguments = "", f"[b'', {given}, {{}}, {{}}, {{}}]", [9, 9, 2], tensors
-    opcheck(torch.ops.cqs.made.default, (f"{_make_mask.__module__}:_make_mask", *arguments))

@@ -1,15 +1,12 @@
 """Attention for JAX is that of jax.nn, on the same arrays, with its gradients."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program import run_program
 
 from cqs.integrations.jax import attention
 from cqs.patterns import sliding_window
@@ -31,25 +28,27 @@ def operands(seqlen_q=23, seqlen_kv=23, batch=2, dtype=jnp.float64):
     return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
 
-def passes(attend):
-    """Return a function of the output of an attention function and its gradients."""
-
-    def both(query, key, value, grad_output):
-        output, pull = jax.vjp(attend, query, key, value)
-        return output, *pull(grad_output)
-
-    return both
+def compare(function, tensors, tolerance=1e-6, compiled=False):
+    """Compare a function of attention; jax.nn's softmax is in float32, whatever it is given."""
+    wanted = jax.jit(partial(function, jax.nn.dot_product_attention))(*tensors)
+    found = partial(function, partial(attention, num_tasks=3))
+    found = (jax.jit(found) if compiled else found)(*tensors)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        difference = np.asarray(got, float) - np.asarray(want, float)
+        assert np.abs(difference).max() < tolerance
+    return found
 
 
 def check(tensors, tolerance=1e-6, compiled=False, **options):
-    """Compare outputs and gradients; jax.nn's softmax is in float32, whatever it is given."""
-    wanted = jax.jit(passes(partial(jax.nn.dot_product_attention, **options)))(*tensors)
-    compute = passes(partial(attention, num_tasks=3, **options))
-    found = (jax.jit(compute) if compiled else compute)(*tensors)
-    for got, want in zip(found, wanted, strict=True):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        difference = np.asarray(got, float) - np.asarray(want, float)
-        assert np.abs(difference).max() < tolerance
+    """Compare outputs and gradients."""
+
+    def passes(attend, query, key, value, grad_output):
+        output, pull = jax.vjp(partial(attend, **options), query, key, value)
+        return output, *pull(grad_output)
+
+    found = compare(passes, tensors, tolerance, compiled)
+    assert {each.dtype for each in found} == {tensors[0].dtype}
 
 
 @pytest.mark.parametrize(
@@ -107,13 +106,7 @@ def test_biases_and_residuals_match_jax(shape, compiled):
         (output, lse), pull = jax.vjp(attend, query, key, value, bias)
         return output, lse, *pull((grad_output, jnp.zeros_like(lse)))
 
-    reference = jax.jit(partial(both, jax.nn.dot_product_attention))
-    wanted = reference(query, key, value, jnp.asarray(bias))
-    found = partial(both, partial(attention, num_tasks=3))
-    found = (jax.jit(found) if compiled else found)(query, key, value, jnp.asarray(bias))
-    for got, want in zip(found, wanted, strict=True):
-        assert got.shape == want.shape
-        assert np.abs(np.asarray(got, float) - np.asarray(want, float)).max() < 1e-5
+    compare(both, (query, key, value, jnp.asarray(bias)), 1e-5, compiled)
     assert attention(query[0], key[0], value[0], return_residual=True)[1].shape == (9, 4)
 
 
@@ -138,12 +131,7 @@ def test_a_query_that_sees_no_key_gives_nothing():
 def test_arrays_stay_on_the_gpu():
     """In a process of its own, with a JAX that has not taken most of the memory."""
     pytest.importorskip("jax_plugins", reason="needs JAX for CUDA")
-    program = Path(__file__).with_name("jax_on_gpu.py")
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, program], env=os.environ | paths, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    run_program("jax_on_gpu.py")
 
 
 def test_shapes_are_checked_before_anything_is_compiled():

@@ -1,13 +1,10 @@
 """Training with examples/trainer.py on several ranks has the losses of one process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.pages import ROOT
+from program import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -16,10 +13,7 @@ pytestmark = pytest.mark.slow
 def runs(tmp_path_factory):
     """The directories of all runs."""
     top = tmp_path_factory.mktemp("runs")
-    paths = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "distributed"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "tests/integrations/training_runs.py", top]
-    subprocess.run(command, env=environment, timeout=600, check=True)
+    run_program("training_runs.py", top)
     return top
 
 

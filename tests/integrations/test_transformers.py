@@ -9,9 +9,10 @@ import shards
 import tiny_models
 import torch
 import transformers
+from judged import transformers_families
 from judged.tiny_configs import make_config
 from support.exact import assert_tracks_exact
-from tiny_models import BATCHES, TOKENS, make_model, passes, with_attention
+from tiny_models import BATCHES, TOKENS, assert_alike, make_model, passes, with_attention
 from transformers import AttentionInterface, masking_utils
 
 import cqs
@@ -23,13 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 register()
 register("cqs-of-5", num_tasks=5)
-
-
-def assert_alike(found, expected, tolerance=1e-10):
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        error = (found[name] - want).abs().max()
-        assert error <= tolerance * max(1, want.abs().max()), f"{name}: {error:.3e}"
 
 
 def check(model, batch, reference="sdpa", attention="cqs", tolerance=1e-10):
@@ -77,17 +71,22 @@ def test_generation_with_padding_on_the_left_matches(family, window, options):
     torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["T5Gemma2Model", "Qwen2MoeForCausalLM", "BigBirdPegasusModel", "MoonshineModel"]
+)
+def test_models_whose_code_reads_the_mask_compute_the_same(name):
+    """They concatenate masks, make some that no layer uses, add them to scores, look for None."""
+    kind = getattr(transformers, name)
+    model, batch, expected = transformers_families.make_model(kind, padding=(5, 0))
+    found, spy = transformers_families.results_of_cqs(model, batch)
+    assert spy.called and transformers_families.deviation(found, expected) <= 1
+
+
 @pytest.mark.parametrize("family", tiny_models.THAT_READ_THE_MASK)
-def test_models_whose_code_reads_the_mask_compute_the_same(family):
+def test_models_that_change_the_mask_compute_the_same(family):
     model, batch = tiny_models.make_model_that_reads_the_mask(family)
-    reference = "eager" if family in ("BigBirdPegasus", "Moonshine") else "sdpa"
-    tolerance = 1e-6 if family == "Moonshine" else 1e-10
-    expected = with_attention(model, reference)(**batch)[0]
-    model.set_attn_implementation("cqs-of-5")
-    output, tokens = model(**batch)[0], batch.get("attention_mask")
-    if tokens is not None and output.shape[:2] == tokens.shape:
-        output, expected = output[tokens.bool()], expected[tokens.bool()]
-    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    expected, found = (with_attention(model, name)(**batch)[0] for name in ("sdpa", "cqs-of-5"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_an_encoder_generates_with_a_static_cache():
@@ -176,43 +175,43 @@ MASKS = {
     for window in (6, 1, 0, -1)
 }
 """Name -> function of transformers, size of its window and further options."""
+PADDINGS = {
+    "none": None,
+    "all tokens": torch.ones(TOKENS, dtype=torch.bool),
+    "left": torch.arange(TOKENS) >= 4,
+    "right": torch.arange(TOKENS) < TOKENS - 3,
+    "both": (torch.arange(TOKENS) >= 4) & (torch.arange(TOKENS) < TOKENS - 5),
+    "holes": torch.rand(TOKENS, generator=torch.Generator().manual_seed(0)) < 0.7,
+}
+"""Name -> tokens of the first of two sequences that are no padding."""
 
 
-@pytest.mark.parametrize("padding", [None, (0, 0), (4, 0), (0, 3), (4, 5), "holes"], ids=str)
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_patterns_are_the_masks(name, padding):
     """Of what transformers' functions for masks hand over, compared with what sdpa gets."""
     maker, window, options = MASKS[name]
     config = tiny_models.config_of("Llama")
     config.sliding_window, config.attention_chunk_size = window, 5
-    mask = None
-    if padding is not None:
-        mask = torch.ones(2, TOKENS, dtype=torch.bool)
-        mask[0] = torch.rand(TOKENS) < 0.7 if padding == "holes" else mask[0]
-        if padding != "holes":
-            mask[0, : padding[0]] = mask[0, TOKENS - padding[1] :] = False
-    make = getattr(masking_utils, maker)
+    tokens = PADDINGS[padding]
+    mask = None if tokens is None else torch.stack([tokens, torch.ones_like(tokens)])
     skip = "bidirectional" if "bidirectional" in maker else "causal"
-    found = {}
+    found = []
     for implementation in ("cqs", "sdpa"):
         config._attn_implementation = implementation
-        found[implementation] = make(
-            config=config,
-            inputs_embeds=torch.empty(2, TOKENS, 0),
-            attention_mask=mask,
-            past_key_values=None,
-            **{f"allow_is_{skip}_skip": False},
-            **options,
-        )
-    pattern = found["cqs"].source.pattern
+        embeddings = torch.empty(2, TOKENS, 0)
+        arguments = {"config": config, "inputs_embeds": embeddings, "attention_mask": mask}
+        arguments |= {"past_key_values": None, f"allow_is_{skip}_skip": False} | options
+        found.append(getattr(masking_utils, maker)(**arguments))
+    ours, expected = found
+    pattern = ours.source.pattern
     if isinstance(pattern, Stacked):
         pattern = by_batch(pattern.rows)
-    masks = torch.from_numpy(pattern.to_mask(TOKENS))
-    assert (masks == found["sdpa"]).all()
-    copy = found["cqs"].clone()
-    assert torch.equal(found["cqs"], found["sdpa"])
-    found["cqs"].zero_()
-    assert torch.equal(copy, found["sdpa"]) and not found["cqs"].any()
+    assert (torch.from_numpy(pattern.to_mask(TOKENS)) == expected).all()
+    copy = ours.clone()
+    assert torch.equal(ours, expected)
+    ours.zero_()
+    assert torch.equal(copy, expected) and not ours.any()
 
 
 def test_a_decoder_may_be_asked_to_look_both_ways():
@@ -391,20 +390,13 @@ def test_attention_weights_come_from_the_eager_attention():
 
 
 def test_a_model_that_caps_its_scores():
-    torch.manual_seed(0)
-    arguments = tiny_models.FAMILIES["Llama"][1] | {"head_dim": 8, "sliding_window": 7}
-    config = transformers.Gemma2Config(**arguments, attn_logit_softcapping=1.0)
-    model, batch = transformers.Gemma2ForCausalLM(config).eval(), BATCHES["packed"]()
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            torch.nn.init.normal_(parameter, std=0.3)  # scores beyond the cap
-    expected = passes(with_attention(model, "eager"), **batch)
-    assert_alike(passes(with_attention(model, "cqs-of-5"), **batch), expected, 1e-5)
-    model.config.attn_logit_softcapping = None
-    for layer in model.model.layers:
-        layer.self_attn.attn_logit_softcapping = None
-    uncapped = passes(model, **batch)
-    assert (uncapped["output"] - expected["output"]).abs().max() > 1e-4
+    batch = BATCHES["packed"]()
+    check(make_model("Gemma2"), batch, "eager", "cqs-of-5", 1e-5)
+    outputs = (
+        passes(with_attention(make_model("Gemma2", attn_logit_softcapping=cap), "cqs"), **batch)
+        for cap in (1.0, None)
+    )
+    assert_differs(*outputs)
 
 
 def test_options_that_do_not_fit_are_refused():
@@ -421,6 +413,12 @@ def test_transformers_without_the_interface_is_refused(monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", missing)
         with pytest.raises(ImportError, match="transformers must be 5.4 or later: pip install"):
             register()
+
+
+@pytest.mark.ray
+def test_a_cluster_computes_the_same(cluster):
+    register("cqs-on-actors", executor=cluster)
+    check(make_model("Bert"), BATCHES["padded on the right"](), attention="cqs-on-actors")
 
 
 @pytest.mark.parametrize("family", ["GptOss", "Bert"])

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def main():
         suite = import_module(f"{__package__}.{name}").suite()
         verdicts.append(judge(suite, _print_failure))
         if options.out is not None:
-            row = verdicts[-1].as_row() | {"torch_version": torch.__version__, "commit": _commit()}
+            row = asdict(verdicts[-1]) | {"torch_version": torch.__version__, "commit": _commit()}
             replace_row(options.out, "suite", row)  # at once: all suites together take long
     print(format_verdicts(verdicts))
     return int(any(each.failed for each in verdicts))

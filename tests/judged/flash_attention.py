@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import cqs
 from cqs.patterns import causal, from_mask, sliding_window
 
-from .framework import NUM_TASKS, Case, Suite, with_gradients
+from .framework import NUM_TASKS, Case, Suite, heads_first, with_gradients
 from .sources import module_of, unpacked
 
 VERSION = "4.0.0b36"
@@ -76,7 +76,7 @@ def _check(reference, lengths, head_dim, dtype, num_kv_heads, options):
         ours["scores"] = cqs.Scores(sinks=asked["learnable_sink"])
     if softcap:
         ours["scores"] = cqs.Scores(softcap=softcap)
-    found = with_gradients(partial(_by_cqs, ours), operands)
+    found = with_gradients(partial(_by_cqs, num_tasks=NUM_TASKS, **ours), operands)
     exact = with_gradients(lambda *each: reference(*each, **asked)[0], operands)
     plain = partial(reference, upcast=False, reorder_ops=True, **asked)
     eager = with_gradients(lambda *each: plain(*each)[0], operands)
@@ -91,20 +91,14 @@ def _check(reference, lengths, head_dim, dtype, num_kv_heads, options):
         assert error <= allowed + 1e-5, f"{name}: error {error:.3g} > {allowed:.3g}"
 
 
-def _by_cqs(options, *operands):
-    heads_first = (each.transpose(1, 2) for each in operands)
-    output = cqs.attention(*heads_first, num_tasks=NUM_TASKS, **options)
-    return output.transpose(1, 2)
+_by_cqs = heads_first(cqs.attention)
 
 
 def _by_pytorch(options, lengths, *operands):
-    pattern = options.get(
-        "pattern", causal() if options["is_causal"] else sliding_window(None, None)
-    )
-    mask = torch.from_numpy(pattern.to_mask(*lengths))
-    heads_first = (each.transpose(1, 2) for each in operands)
-    output = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
-    return output.transpose(1, 2)
+    pattern = causal() if options["is_causal"] else sliding_window(None, None)
+    mask = torch.from_numpy(options.get("pattern", pattern).to_mask(*lengths))
+    attend = heads_first(F.scaled_dot_product_attention)
+    return attend(*operands, attn_mask=mask, enable_gqa=True)
 
 
 def _chunks(size, lengths):

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from unittest import SkipTest
 
 import numpy as np
@@ -71,10 +71,6 @@ class Verdict:
     def num_cases(self):
         """All cases, without those that the other project itself skips."""
         return self.passed + sum(self.refused.values()) + len(self.failed)
-
-    def as_row(self):
-        """Return the fields as a JSON object."""
-        return asdict(self)
 
 
 def reason_of(error):
@@ -182,6 +178,15 @@ def with_gradients(function, operands):
     gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     gradients = torch.autograd.grad(output, operands, gradient.bfloat16().to(output.dtype))
     return output.detach(), *gradients
+
+
+def heads_first(function):
+    """Return a function of ``[batch, tokens, heads, head_dim]`` by one whose heads come first."""
+
+    def of_tokens_first(*operands, **options):
+        return function(*(each.transpose(1, 2) for each in operands), **options).transpose(1, 2)
+
+    return of_tokens_first
 
 
 def replace_row(path, key, row):

@@ -5,7 +5,7 @@ Both print the deviation from one call on the whole sequence. Here the rule of
 """
 
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ import cqs.distributed
 from cqs.patterns import documents
 from tests.distributed.ranks import Ranks
 
-from .framework import Case, Suite, assert_tracks
+from .framework import Case, Suite, assert_tracks, heads_first
 
 VERSIONS = "ring_flash_attn 0.1.8, yunchang 0.6.4"
 RANKS = 4
@@ -78,9 +78,7 @@ def _of_rank(group, problem, options):
     leaves = [each.tensor_split(RANKS, 1)[rank].requires_grad_() for each in operands]
     if "ends" in problem:
         options = options | {"pattern": documents(problem["ends"], is_causal=options["is_causal"])}
-    heads_first = (each.transpose(1, 2) for each in leaves)
-    output = cqs.distributed.attention(*heads_first, group=group, **options)
-    output = output.transpose(1, 2)
+    output = heads_first(cqs.distributed.attention)(*leaves, group=group, **options)
     gradients = torch.autograd.grad(output, leaves, gradient.tensor_split(RANKS, 1)[rank])
     return [output.detach(), *gradients]
 
@@ -89,12 +87,7 @@ def _expected(problem, options, operands, gradient, dtype):
     """Compute each document by PyTorch."""
     leaves = [each.to(dtype).requires_grad_() for each in operands]
     ends = problem.get("ends", [0, _length(problem)])
-    outputs = [
-        F.scaled_dot_product_attention(
-            *(each[:, start:stop].transpose(1, 2) for each in leaves),
-            is_causal=options["is_causal"],
-        ).transpose(1, 2)
-        for start, stop in zip(ends, ends[1:], strict=False)
-    ]
+    attend = partial(heads_first(F.scaled_dot_product_attention), is_causal=options["is_causal"])
+    outputs = [attend(*(each[:, start:stop] for each in leaves)) for start, stop in pairwise(ends)]
     output = torch.cat(outputs, 1)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(dtype))]

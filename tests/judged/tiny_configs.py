@@ -134,15 +134,14 @@ def _with_sections(parameters):
     }
 
 
-def batches(model, config, padding):
+def batches(model, padding):
     """Yield batches of two for a model, one of which may be valid.
 
     Args:
         model: The model.
-        config: Its configuration.
         padding: Tokens of padding on the left and on the right of the first sequence.
     """
-    batch = _first_batch(model, config, padding)
+    config, batch = model.config, _first_batch(model, padding)
     names = [
         name
         for name, each in inspect.signature(model.forward).parameters.items()
@@ -181,7 +180,8 @@ def batches(model, config, padding):
 _BINS = ("feature_projection_input_dim", "input_dim")
 
 
-def _first_batch(model, config, padding):
+def _first_batch(model, padding):
+    config = model.config
     generator = torch.Generator().manual_seed(1)
     accepted = inspect.signature(model.forward).parameters
     batch = {}

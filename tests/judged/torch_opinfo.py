@@ -23,13 +23,10 @@ TOLERANCES = {
 }
 """Dtype -> relative and absolute tolerance: of OpInfo, and in half precision of PyTorch's
 ``test_scaled_dot_product_fused_attention_mask_vs_math_cpu``, which OpInfo does not cover."""
-_MODULES = (
-    "MultiheadAttention",
-    "TransformerEncoderLayer",
-    "TransformerEncoder",
-    "TransformerDecoderLayer",
-    "Transformer",
-)
+_MODULES = """
+    MultiheadAttention TransformerEncoderLayer TransformerEncoder TransformerDecoderLayer
+    Transformer
+""".split()
 
 
 def suite():

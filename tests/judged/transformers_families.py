@@ -104,9 +104,13 @@ def _by_code(family):
     return {"outcome": "no attention", "reason": "by its code"}
 
 
-def _code_of(family):
+def _files_of(family):
     folder = Path(transformers.__file__).parent / "models" / family
-    return "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+    return sorted(folder.glob("modeling_*.py"))
+
+
+def _code_of(family):
+    return "".join(path.read_text() for path in _files_of(family))
 
 
 def _own_layers(family):
@@ -120,10 +124,8 @@ def _own_layers(family):
 
 
 def _models_of(family):
-
-    folder = Path(transformers.__file__).parent / "models" / family
     found = []
-    for path in sorted(folder.glob("modeling_*.py")):
+    for path in _files_of(family):
         module = import_module(f"transformers.models.{family}.{path.stem}")
         found += [
             each
@@ -199,25 +201,28 @@ def results_of_cqs(model, batch):
             return results_of(with_attention(model, "cqs"), batch), spy
 
 
+def _new_model(model_class, are_sizes_ruled, implementation):
+    config = make_config(model_class.config_class, are_sizes_ruled)
+    config._attn_implementation = implementation
+    return model_class(config).eval()
+
+
 def make_model(model_class, padding):
     """Return a model, a valid batch and the results of "eager", or raise the first error."""
     errors = []
     for are_sizes_ruled in (True, False):
         try:
-            config = make_config(model_class.config_class, are_sizes_ruled)
-            config._attn_implementation = "eager"
             with torch.device("meta"):
-                number = sum(each.numel() for each in model_class(config).parameters())
+                model = _new_model(model_class, are_sizes_ruled, "eager")
+            number = sum(each.numel() for each in model.parameters())
             if number > _LARGEST:
                 raise ValueError(f"{number:,} parameters with these options")
-            config = make_config(model_class.config_class, are_sizes_ruled)
-            config._attn_implementation = "eager"
             torch.manual_seed(0)
-            model = model_class(config).eval()
+            model = _new_model(model_class, are_sizes_ruled, "eager")
             for parameter in model.parameters():
                 if not parameter.isfinite().all():
                     torch.nn.init.normal_(parameter, std=0.02)
-            for batch in batches(model, config, padding):
+            for batch in batches(model, padding):
                 try:
                     results = results_of(model, batch)
                     if not results["output"].isfinite().all():
@@ -237,9 +242,7 @@ def make_model(model_class, padding):
 
 def with_attention(model, implementation):
     """Return the same model, made with another implementation of attention."""
-    config = make_config(type(model).config_class, model.cqs_ruled)
-    config._attn_implementation = implementation
-    other = type(model)(config).eval()
+    other = _new_model(type(model), model.cqs_ruled, implementation)
     other.load_state_dict(model.state_dict())
     return other
 

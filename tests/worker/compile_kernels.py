@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from hopper import plan_work
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -24,10 +25,9 @@ from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.problem.dropout import Dropout
 from cqs.problem.score_terms import ScoreTerms
-from cqs.scheduler import make_plan
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton import launch, rectangle_launch, tile_sizes
-from cqs.worker.work import make_work
+from cqs.worker.triton.rectangle_launch import takes_rectangle_kernel, takes_visits
 
 TOKENS = 384
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -74,8 +74,7 @@ def compile_both_passes(
 ) -> None:
     tile_sizes.is_for_hopper = lambda query: on_hopper
     whole = (range(TOKENS),)
-    steps = make_plan(TOKENS, num_tasks=1, pattern=pattern).task(0).steps
-    work = make_work(steps, pattern.bind(TOKENS), whole, whole, terms and terms.distance)
+    work = plan_work(TOKENS, TOKENS, pattern=pattern, distance=terms and terms.distance)
 
     def run() -> list[Tensor]:
         query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
@@ -97,51 +96,30 @@ def compile_three_consumers(dtype: torch.dtype, head_dim: int, pattern: Pattern)
     launch._MIN_ITEMS_OF_THREE, launch._suits_three_consumers = least, suits
 
 
-def compile_rectangles(
+def compile_five_products(
+    takes: Callable[[TaskOperands], bool],
     dtype: torch.dtype,
     head_dim: int,
-    seqlen_q: int,
-    seqlen_kv: int,
-    *,
-    is_causal: bool,
-    num_tasks: int = 1,
+    lengths: tuple[int, int],
+    gradient_dtype: torch.dtype | None,
+    **options: Any,
 ) -> None:
+    """Compile the backward kernel for which a function chooses a plan with these options."""
     tile_sizes.is_for_hopper = lambda query: True
     rectangle_launch._MIN_PAIRS = rectangle_launch._MIN_PAIRS_OF_SEVERAL = 0.0
-    queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
-    plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
-    steps = tuple(step for task in plan.tasks for step in task.steps)
-    work = make_work(steps, None, queries, keys)
-
-    def run() -> list[Tensor]:
-        query = torch.randn(1, 4, seqlen_q, head_dim, dtype=dtype)
-        key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
-        output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
-        operands = TaskOperands(query, key, value, work, 0.1)
-        assert rectangle_launch.takes_rectangle_kernel(operands)
-        gradients = launch.gradients_of_block_rows(
-            operands, grad_output, output, lse, dtype=dtype if is_causal else None
-        )
-        return [query, key, value, output, grad_output, lse, *gradients]
-
-    run_twice(run)
-
-
-def compile_visits(dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_kv: int) -> None:
-    tile_sizes.is_for_hopper = lambda query: True
     rectangle_launch._MIN_VISITS = {64: 0, 128: 0}
-    pattern = sliding_window(100, 100)
-    queries, keys = (range(seqlen_q),), (range(seqlen_kv),)
-    steps = make_plan(seqlen_q, seqlen_kv, num_tasks=1).tasks[0].steps
-    work = make_work(tuple(steps), pattern.bind(seqlen_q, seqlen_kv), queries, keys)
+    seqlen_q, seqlen_kv = lengths
+    work = plan_work(seqlen_q, seqlen_kv, **options)
 
     def run() -> list[Tensor]:
         query = torch.randn(1, 4, seqlen_q, head_dim, dtype=dtype)
         key, value = (torch.randn(1, 2, seqlen_kv, head_dim, dtype=dtype) for _ in range(2))
         output, grad_output, lse = query.clone(), query.clone(), torch.zeros(1, 4, seqlen_q)
         operands = TaskOperands(query, key, value, work, 0.1)
-        assert rectangle_launch.takes_visits(operands)
-        gradients = launch.gradients_of_block_rows(operands, grad_output, output, lse, dtype=dtype)
+        assert takes(operands)
+        gradients = launch.gradients_of_block_rows(
+            operands, grad_output, output, lse, dtype=gradient_dtype
+        )
         return [query, key, value, output, grad_output, lse, *gradients]
 
     run_twice(run)
@@ -200,13 +178,16 @@ def compile_for_hopper() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         compile_three_consumers(dtype, 64, window | streams)
     for head_dim in (64, 128):
-        for is_causal in (False, True):
-            compile_rectangles(torch.bfloat16, head_dim, TOKENS, TOKENS, is_causal=is_causal)
-            compile_rectangles(torch.float16, head_dim, 300, 333, is_causal=is_causal)
-    compile_rectangles(torch.bfloat16, 128, 300, 333, is_causal=True, num_tasks=2)
-    for head_dim in (64, 128):
-        compile_visits(torch.bfloat16, head_dim, TOKENS, TOKENS)
-        compile_visits(torch.float16, head_dim, 300, 333)
+        for dtype, lengths in (
+            (torch.bfloat16, (TOKENS, TOKENS)),
+            (torch.float16, (300, 333)),
+        ):
+            kind = dtype, head_dim, lengths
+            compile_five_products(takes_rectangle_kernel, *kind, None)
+            compile_five_products(takes_rectangle_kernel, *kind, dtype, is_causal=True)
+            compile_five_products(takes_visits, *kind, dtype, pattern=window)
+    kind = torch.bfloat16, 128, (300, 333), torch.bfloat16
+    compile_five_products(takes_rectangle_kernel, *kind, is_causal=True, num_tasks=2)
     capped, slanted = ScoreTerms(softcap=50.0), ScoreTerms(alibi_slopes=torch.rand(1, 2))
     both = replace(slanted, softcap=50.0)
     for terms in (capped, slanted, both):

@@ -1,21 +1,29 @@
-"""Work, tensors and exact gradients that tests of the kernels for Hopper GPUs share."""
+"""Masks, work, tensors and exact gradients that tests of workers and kernels share."""
 
 import numpy as np
 import torch
 
+from benchmarks.cases import visible_mask
 from cqs.scheduler import make_plan
 from cqs.worker.work import make_work
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def plan_work(seqlen_q, seqlen_kv, *, num_tasks=1, **options):
+def plan_work(seqlen_q, seqlen_kv, *, num_tasks=1, distance=None, **options):
     """Return the work of all tasks of a plan on one device."""
     plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, **options)
     steps = tuple(step for task in plan.tasks for step in task.steps)
     pattern = options.get("pattern")
     bound = pattern and pattern.bind(seqlen_q, seqlen_kv)
-    return make_work(steps, bound, (range(seqlen_q),), (range(seqlen_kv),))
+    return make_work(steps, bound, (range(seqlen_q),), (range(seqlen_kv),), distance)
+
+
+def mask_of(problem):
+    """Return the live pairs of a problem, bool ``[queries, keys]``."""
+    lengths = problem.query.shape[2], problem.key.shape[2]
+    mask = visible_mask(problem)
+    return torch.ones(lengths, device=problem.query.device).bool() if mask is None else mask
 
 
 def count_pairs(work, lengths):

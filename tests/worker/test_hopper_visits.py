@@ -93,7 +93,6 @@ def test_visits_have_every_live_pair_once(lengths, name, num_tasks):
     counts = count_visits(work, *lengths, 2**20)
     assert counts.num_visits >= len(visits)  # some masks may be empty
     assert counts.has_bits == any(v.bits is not None for row in work.block_rows for v in row.views)
-    assert rectangle_launch._is_long(counts) == counts.has_bits
     assert count_visits(work, *lengths, counts.num_visits) == counts
     assert count_visits(work, *lengths, counts.num_visits - 1) is None
 
@@ -110,18 +109,26 @@ def test_many_visits_are_not_counted_one_by_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "is_used"),
+    ("tokens", "heads", "options", "kernel"),
     [
-        (sliding_window(2000, 2000), True),
-        (sliding_window(4000, 0), True),
-        (sliding_window(100, 0), False),
-        (documents(range(0, 16_385, 2048)), True),
-        (bigbird(block=128), False),
-        (longformer(1000, 16), False),
+        (8192, 4, {}, "rectangles"),
+        (4096, 4, {}, None),
+        (16_384, 1, {}, None),
+        (16_384, 1, {"is_causal": True}, "rectangles"),
+        (32_768, 16, {"num_tasks": 3}, "rectangles"),
+        (16_384, 16, {"pattern": sliding_window(2000, 2000)}, "visits"),
+        (16_384, 16, {"pattern": sliding_window(100, 0)}, None),
+        (16_384, 16, {"pattern": documents(range(0, 16_385, 2048))}, "visits"),
+        (16_384, 16, {"pattern": bigbird(block=128)}, None),
     ],
     ids=str,
 )
-def test_large_patterns_without_gaps_use_visits(pattern, is_used):
-    query = torch.empty(1, 16, 16_384, 128, device="meta", dtype=BF16)
-    work = plan_work(16_384, 16_384, pattern=pattern)
-    assert rectangle_launch.takes_visits(TaskOperands(query, query, query, work, 0.1)) is is_used
+def test_large_rectangles_and_patterns_without_gaps_have_their_kernels(
+    tokens, heads, options, kernel
+):
+    query = torch.empty(1, heads, tokens, 128, device="meta", dtype=BF16)
+    operands = TaskOperands(query, query, query, plan_work(tokens, tokens, **options), 0.1)
+    if "pattern" in options:
+        assert rectangle_launch.takes_visits(operands) is (kernel == "visits")
+    else:
+        assert rectangle_launch.takes_rectangle_kernel(operands) is (kernel == "rectangles")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support import exact
 
 import cqs
-from benchmarks.cases import visible_mask
 from cqs.executors.verify import VerificationError
 from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
@@ -15,6 +15,7 @@ from cqs.worker.calls import attend_call
 from cqs.worker.cpu import CPU
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
+from tests.worker.hopper import mask_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
 GPU = pytest.mark.gpu
@@ -71,31 +72,14 @@ def spoil(name, entry, device, dtype):
     return check_problem(*tensors, **options), num_tasks
 
 
-def attend(problem, backend, num_tasks, **options):
+def attend(problem, backend, num_tasks):
     """Attend on a backend, or skip with the reason for which a library does not take a call."""
     try:
-        return cqs.attention(
-            problem.query,
-            problem.key,
-            problem.value,
-            is_causal=problem.is_causal,
-            pattern=problem.pattern,
-            num_tasks=num_tasks,
-            backend=backend,
-            **options,
-        )
+        return exact.attend(problem, backend=backend, num_tasks=num_tasks)
     except NotImplementedError as reason:
         if backend not in ("flash", "cudnn"):
             raise
         pytest.skip(str(reason))
-
-
-def visible_pairs(problem):
-    mask = visible_mask(problem)
-    shape = problem.query.shape[2], problem.key.shape[2]
-    return (
-        torch.ones(shape, dtype=torch.bool, device=problem.query.device) if mask is None else mask
-    )
 
 
 @pytest.mark.slow
@@ -107,17 +91,17 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     name, entry, device, backend, dtype
 ):
     problem, num_tasks = spoil(name, entry, device, dtype)
-    output, lse = attend(problem, backend, num_tasks, return_lse=True)
+    output, lse = attend(problem, backend, num_tasks)
     tensors = problem.query, problem.key, problem.value
-    exact, exact_lse = exact_rows(*tensors, problem.scale, visible_pairs(problem))
-    broken, broken_lse = (~exact.isfinite()).any(-1), ~exact_lse.isfinite()
+    right, right_lse = exact_rows(*tensors, problem.scale, mask_of(problem))
+    broken, broken_lse = (~right.isfinite()).any(-1), ~right_lse.isfinite()
     assert (~output.isfinite()).any(-1)[broken].all()
     assert (~lse.isfinite())[broken_lse].all()
     sound, sound_lse = ~broken, ~broken_lse
     if backend not in ("cpu", "reference"):
         sound[:, 2] = False  # kernels for GPUs multiply values that are masked out by 0
     assert lse[sound_lse].isfinite().all()
-    error = (output[sound].double() - exact[sound]).abs()
+    error = (output[sound].double() - right[sound]).abs()
     assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
 
 
@@ -133,9 +117,9 @@ def test_gradients_are_not_finite_where_those_of_pytorch_are_not(
     leaves = [problem.query, problem.key, problem.value]
     for leaf in leaves:
         leaf.requires_grad_()
-    gradients = torch.autograd.grad(attend(problem, backend, num_tasks).sum(), leaves)
+    gradients = torch.autograd.grad(attend(problem, backend, num_tasks)[0].sum(), leaves)
     of_query, of_key, of_value = ((~gradient.isfinite()).any(-1) for gradient in gradients)
-    visible = visible_pairs(problem)
+    visible = mask_of(problem)
     with torch.no_grad():
         output, lse = exact_rows(*leaves, problem.scale, visible)
     broken = (~output.isfinite()).any(-1)
@@ -150,7 +134,7 @@ def test_gradients_are_not_finite_where_those_of_pytorch_are_not(
 @pytest.mark.parametrize("name", ["a-key-for-each-task", "a-key-for-each-task-causal"])
 def test_a_memory_budget_changes_no_row_that_is_not_finite(name, entry):
     problem, num_tasks = spoil(name, entry, "cpu", torch.float32)
-    whole = attend(problem, "cpu", num_tasks, return_lse=True)
+    whole = attend(problem, "cpu", num_tasks)
     tensors = problem.query, problem.key, problem.value
     options = {"is_causal": problem.is_causal, "return_lse": True}
     streamed = cqs.streaming.attention(*tensors, memory_budget=2**20, **options)

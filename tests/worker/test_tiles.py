@@ -2,20 +2,12 @@ import random
 
 import numpy as np
 import pytest
+from sparse_cases import NAMES, with_pattern
 
-from cqs.patterns import (
-    bigbird,
-    block_diagonal,
-    dilated,
-    documents,
-    fixed,
-    from_mask,
-    longformer,
-    sliding_window,
-    strided,
-)
+from benchmarks.cases import Case
+from cqs.patterns import from_mask, sliding_window
 from cqs.patterns.views import View
-from cqs.scheduler import Step, make_plan
+from cqs.scheduler import Step
 from cqs.worker.triton.tiles import (
     FAR,
     NO_BITS,
@@ -24,6 +16,7 @@ from cqs.worker.triton.tiles import (
     query_launches,
 )
 from cqs.worker.work import BlockRow, Work, make_work
+from tests.worker.hopper import plan_work
 
 TILE = 32
 
@@ -55,12 +48,6 @@ def visits(launches, shape, block, num_rows=None):
     return count
 
 
-def work_of(plan, pattern=None):
-    steps = tuple(step for task in plan.tasks for step in task.steps)
-    everything = (range(plan.seqlen_q),), (range(plan.seqlen_kv),)
-    return make_work(steps, pattern, *everything)
-
-
 def assert_visits(work, live, block):
     queries = np.concatenate([np.array(block_row.queries) for block_row in work.block_rows])
     packed = visits(query_launches(work, packed=True), live.shape, block, len(queries))
@@ -76,36 +63,21 @@ def assert_visits(work, live, block):
 @pytest.mark.parametrize("num_tasks", [1, 2, 7, 8])
 @pytest.mark.parametrize("lengths", [(200, 200), (131, 300), (300, 131), (5, 5)], ids=str)
 def test_every_pair_of_a_plan_is_visited_once(lengths, num_tasks, is_causal, block):
-    plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal, tile=16)
     live = np.ones(lengths, int)
     if is_causal:
         live = np.tril(live, lengths[1] - lengths[0])
-    work = work_of(plan)
+    work = plan_work(*lengths, num_tasks=num_tasks, is_causal=is_causal, tile=16)
     assert_visits(work, live, block)
     for launches in (query_launches(work, packed=False), key_launches(work)):
         rows = [row for launch in launches for span in launch.spans for row in span.rows]
         assert len(rows) == len(set(rows))
 
 
-PATTERNS = [
-    sliding_window(40, 3),
-    dilated(4, 2, 3),
-    strided(8),
-    fixed(16, 3),
-    fixed(70, 2),
-    block_diagonal(20),
-    longformer(30, [0, 1, 77]),
-    bigbird(block=16, window_blocks=3, global_blocks=1, random_blocks=2, seed=1),
-    documents([0, 50, 57, 131], [0, 60, 111, 200]),
-]
-
-
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("lengths", [(200, 200), (131, 211)], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_pair_of_a_pattern_is_visited_once(pattern, lengths, block):
-    lengths = lengths if pattern.suits(lengths) else pattern.default_lengths
-    bound = pattern.bind(*lengths)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pair_of_a_pattern_is_visited_once(name, lengths, block):
+    bound = with_pattern(Case("tiles", *lengths), name).pattern.bind(*lengths)
     rng = random.Random(0)
     cut = rng.randint(1, lengths[0] - 1), rng.randint(1, lengths[1] - 1)
     steps = [
@@ -120,10 +92,7 @@ def test_every_pair_of_a_pattern_is_visited_once(pattern, lengths, block):
 @pytest.mark.parametrize("block", [16, 64])
 def test_bits_are_visited_once(block):
     mask = np.random.default_rng(0).random((150, 300)) < 0.3
-    bound = from_mask(mask).bind(150, 300)
-    step = Step(0, range(0, 150), (range(0, 300),), None, bound.num_pairs)
-    work = make_work((step,), bound, (range(150),), (range(300),))
-    assert_visits(work, mask.astype(int), block)
+    assert_visits(plan_work(150, 300, pattern=from_mask(mask)), mask.astype(int), block)
 
 
 @pytest.mark.parametrize("block", [1, 8, 128])
@@ -151,19 +120,14 @@ IRREGULAR = from_mask(np.random.default_rng(0).random((2**10, 2**10)) < 0.5)
     ("seqlen", "options", "expected"),
     [
         (2**14, {}, True),
-        (2**14, {"is_causal": True}, False),  # 64 blocks of keys a tile
         (2**15, {"is_causal": True}, True),
         (2**14, {"num_tasks": 31}, False),  # groups of 528 rows: tiles of 576
         (2**16, {"num_tasks": 7}, True),
-        (2**16, {"pattern": sliding_window(2**12, 0)}, False),
         (2**16, {"pattern": sliding_window(2**14, 0)}, True),
         (2**10, {"pattern": IRREGULAR}, False),
     ],
 )
 def test_long_tiles_have_three_consumers(seqlen, options, expected):
-    plan = make_plan(seqlen, **{"num_tasks": 1} | options)
-    bound = options["pattern"].bind(seqlen) if "pattern" in options else None
-    steps = tuple(step for task in plan.tasks for step in task.steps)
-    work = make_work(steps, bound, (range(seqlen),), (range(seqlen),))
+    work = plan_work(seqlen, seqlen, **options)
     launch = pytest.importorskip("cqs.worker.triton.launch", reason="without Triton")
     assert launch._suits_three_consumers(work, 128, False) is expected
