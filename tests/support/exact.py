@@ -32,11 +32,13 @@ def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def exact_answer(problem: Problem) -> Partial:
-    """Compute output and LSE in float64 from the definition, with all scores in memory."""
+def exact_answer(problem: Problem, dtype: torch.dtype = torch.float64) -> Partial:
+    """Compute output and LSE in ``dtype`` from the definition, with all scores in memory."""
     group_size = problem.query.shape[1] // problem.key.shape[1]
-    query = problem.query.double()
-    key, value = (t.double().repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
+    query = problem.query.to(dtype)
+    key, value = (
+        t.to(dtype).repeat_interleave(group_size, 1) for t in (problem.key, problem.value)
+    )
     scores = problem.scale * query @ key.mT
     if (mask := visible_mask(problem)) is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
