@@ -39,7 +39,9 @@ _HEADS = [sliding_window(3, 2), causal(), strided(4), sliding_window(None, 1)]
 MASKS = {
     "none": lambda q, k, batch, heads: None,
     "window": lambda q, k, batch, heads: sliding_window(5, 3),
-    "documents": lambda q, k, batch, heads: documents([0, q // 3, q], [0, k // 2, k]),
+    "documents": lambda q, k, batch, heads: documents(
+        [0, q // 3, q // 3, q // 2, q - 1, q], [0, k // 2, k - 3, k - 3, k - 2, k]
+    ),  # one without queries, one without keys
     "pairs": lambda q, k, batch, heads: from_mask(pairs_mask(q, k)),
     "per head": lambda q, k, batch, heads: per_head(
         [[_HEADS[(b + h) // 2 % 4] for h in range(heads)] for b in range(batch)]
