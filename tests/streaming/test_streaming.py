@@ -352,6 +352,8 @@ def test_wrong_arguments_are_named(arrays, tmp_path, monkeypatch):
         ({"value": v[0]}, ValueError, "value must be .batch, num_heads, seqlen, head_dim"),
         ({"key": k[:, :, :, :8]}, ValueError, "key must have the head_dim of query, 16, got 8"),
         ({"query": torch.tensor(q).requires_grad_(), "out": out}, ValueError, "gradients"),
+        ({"scores": cqs.Scores(softcap=0)}, ValueError, "softcap must be positive and finite"),
+        ({"scores": cqs.Scores(torch.zeros(4, dtype=int))}, TypeError, "sinks must be float64"),
     ):
         arguments = {"query": q, "key": k, "value": v, "memory_budget": "1MiB", "device": "cpu"}
         with pytest.raises(error, match=message):
