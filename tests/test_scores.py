@@ -15,15 +15,12 @@ from score_cases import (
     assert_equal,
     assert_tracks_definition,
     compute_by,
-    define,
     expected,
     gradient_of_output,
     options_of,
     relative,
     tensors_of,
-    with_gradients,
 )
-from support.exact import assert_tracks_exact
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -347,30 +344,23 @@ def test_sinks_on_a_gpu(backend, dtype, num_tasks):
 def test_score_functions_on_a_gpu(num_tasks, dtype, is_causal, names):
     seqlens = (300, 300) if is_causal else (300, 410)
     case = Case("flex", *seqlens, num_heads=4, num_kv_heads=2, head_dim=32, is_causal=is_causal)
-    problem = case.make(dtype)
-    table = torch.randn(4, 2048)
+    problem, table = case.make(dtype), torch.randn(4, 2048)
     drawn = draw(problem, *names)
-    drawn.has_bias_gradient = False
+    drawn.has_bias_gradient, drawn.score_mod = False, lambda _: relative(table)
     scores, _ = drawn.make()
-
-    def on(device):
-        tensors = scores.alibi_slopes, scores.bias
-        slopes, bias = (None if each is None else each.to(device) for each in tensors)
-        return cqs.Scores(None, scores.softcap, slopes, bias, relative(table.to(device)))
-
+    slopes, bias = (
+        None if each is None else each.cuda() for each in (scores.alibi_slopes, scores.bias)
+    )
     tensors = [tensor.detach().cuda().requires_grad_() for tensor in tensors_of(problem)]
-    options = {"backend": "flex", "num_tasks": num_tasks, "verify": True, "return_lse": True}
-    output, lse = cqs.attention(*tensors, scores=on("cuda"), **options_of(problem), **options)
+    output, lse = cqs.attention(
+        *tensors,
+        scores=cqs.Scores(None, scores.softcap, slopes, bias, relative(table.cuda())),
+        backend="flex",
+        num_tasks=num_tasks,
+        verify=True,
+        return_lse=True,
+        **options_of(problem),
+    )
     gradients = torch.autograd.grad(output, tensors, gradient_of_output(output.cpu()).cuda())
     found = [each.cpu() for each in (output, lse, *gradients)]
-    wide = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
-
-    def by_definition(of):
-        def compute(query, key, value):
-            return define(replace(of, query=query, key=key, value=value), on("cpu"))
-
-        return with_gradients(compute, tensors_of(of), [])
-
-    exact, plain = by_definition(replace(problem, **wide)), by_definition(problem)
-    for got, eager, right in zip(found, plain, exact, strict=True):
-        assert_tracks_exact(got, eager, right, slack=8)
+    assert_tracks_definition(found, problem, drawn, slack=8)
