@@ -296,16 +296,6 @@ def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):
         attend(mapped)
 
 
-def test_a_file_that_was_replaced_is_read_as_it_was_opened(tmp_path):
-    path, other = tmp_path / "all.safetensors", tmp_path / "other.safetensors"
-    tensors = {name: torch.randn(1, 2, 90, 16) for name in ("query", "key", "value")}
-    save_file(tensors, path)
-    opened = [open_tensor(path, name) for name in tensors]
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other, {"a": "longer header"})
-    os.replace(other, path)
-    assert torch.equal(attend(opened), attend(tensors.values()))
-
-
 def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_path, monkeypatch):
     *mapped, out = arrays
     write, left = os.pwrite, [30_000]
