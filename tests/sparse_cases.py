@@ -64,6 +64,29 @@ FOR_LENGTHS = {
 NAMES = [*PATTERNS, *FOR_LENGTHS]
 
 
+def random_pattern(rng, seqlen, step, others=()):
+    """Draw a pattern of any family, with parameters up to a little beyond a length, or another."""
+    longest = rng.choice([9, seqlen + 1])
+    left, right = (rng.choice([None, rng.randint(0, longest)]) for _ in range(2))
+    tokens = rng.sample(range(seqlen + 4), rng.randint(0, 4))
+    return rng.choice(
+        [
+            causal(),
+            sliding_window(step),
+            sliding_window(left, right),
+            dilated(rng.randint(0, 4), rng.randint(0, 4), step),
+            strided(step),
+            fixed(step, rng.randint(0, step)),
+            block_diagonal(step),
+            global_tokens(tokens),
+            sliding_window(3) | global_tokens([0, seqlen // 2]),
+            longformer(rng.randint(0, 9), tokens),
+            bigbird(block=rng.randint(3, 5), random_blocks=rng.randint(0, 3), seed=step),
+            *others,
+        ]
+    )
+
+
 def with_pattern(case, name):
     lengths = case.seqlen_q, case.seqlen_kv
     pattern = PATTERNS[name] if name in PATTERNS else FOR_LENGTHS[name](*lengths)

@@ -28,6 +28,7 @@ from cqs.patterns import (
     from_mask,
     global_tokens,
     longformer,
+    padded,
     per_head,
     sliding_window,
 )
@@ -189,6 +190,7 @@ GRAPH_PATTERNS = {
     "combined": lambda ends: (
         documents(ends, is_causal=False) & WINDOW | sliding_window(1) - causal()
     ),
+    "padded": lambda ends: padded(ends[1:], ends[1:].flip(0)) & causal(),
     "mask": lambda ends: from_mask(MASK) & causal(),
     "mask-heads": lambda ends: from_mask(MASK.expand(2, 4, -1, -1) & (ends[1] > 2)),
     "block_sparse": lambda ends: block_sparse(torch.eye(4) * (ends[1] > 2), 10),
