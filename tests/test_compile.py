@@ -157,14 +157,38 @@ def test_graphs_of_a_gpu(monkeypatch, tmp_path, mode, kind):
             assert_tracks_exact(*each)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "num_tasks": 7}, {"pattern": WINDOW}])
-def test_lengths_are_dynamic(options):
+DYNAMIC = {
+    "full": lambda tokens, ends: {},
+    "causal": lambda tokens, ends: {"is_causal": True, "num_tasks": 7},
+    "window": lambda tokens, ends: {"pattern": WINDOW},
+    "growing-window": lambda tokens, ends: {
+        "pattern": sliding_window(tokens // 4, None) & sliding_window(None, tokens // 8)
+    },
+    "documents": lambda tokens, ends: {
+        "pattern": documents([0, tokens // 3, tokens], is_causal=False)
+    },
+    "global_tokens": lambda tokens, ends: {
+        "pattern": global_tokens((0, tokens - 1)) & sliding_window(tokens // 2, None)
+    },
+    "longformer": lambda tokens, ends: {"pattern": longformer(tokens // 4, [0, 5])},
+    "documents-kv": lambda tokens, ends: {"pattern": documents(ends, [0, 20, tokens])},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make", DYNAMIC.values(), ids=DYNAMIC)
+def test_lengths_are_dynamic(make):
     """Compiled once for one length and once for any."""
-    attend = partial(layer, **options)
+
+    def attend(query, key, value, ends):
+        return layer(query, key, value, **make(query.shape[2], ends))
+
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for tokens, stance in ((40, "default"), (41, "default"), (97, "fail_on_recompile")):
+    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
+        ends = torch.tensor([0, 11, tokens])
         with torch.compiler.set_stance(stance):
-            assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
+            found = results(compiled, operands(tokens), ends)
+        assert_alike(found, results(attend, operands(tokens), ends))
 
 
 def test_a_new_pattern_of_the_same_kind_does_not_recompile():
@@ -213,43 +237,6 @@ def test_patterns_are_made_in_a_graph(make):
             results(each, operands(), torch.tensor(ends)) for each in (compiled, attend)
         )
         assert_alike(found, expected)
-
-
-def test_a_window_that_grows_with_the_length():
-    """Compiled once for one length and once for any."""
-
-    def attend(query, key, value):
-        tokens = query.shape[2]
-        pattern = sliding_window(tokens // 4, right=None) & sliding_window(None, tokens // 8)
-        return layer(query, key, value, pattern=pattern)
-
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
-        with torch.compiler.set_stance(stance):
-            assert_alike(*(results(each, operands(tokens)) for each in (compiled, attend)))
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tokens, ends: documents([0, tokens // 3, tokens], is_causal=False),
-        lambda tokens, ends: global_tokens((0, tokens - 1)) & sliding_window(tokens // 2, None),
-        lambda tokens, ends: longformer(tokens // 4, [0, 5]),
-        lambda tokens, ends: documents(ends, [0, 20, tokens]),
-    ],
-    ids=["documents", "global_tokens", "longformer", "documents-kv"],
-)
-def test_lists_that_depend_on_lengths_or_tensors(make):
-    def attend(query, key, value, ends):
-        return layer(query, key, value, pattern=make(query.shape[2], ends))
-
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
-        ends = torch.tensor([0, 11, tokens])
-        with torch.compiler.set_stance(stance):
-            found = results(compiled, operands(tokens), ends)
-        assert_alike(found, results(attend, operands(tokens), ends))
 
 
 def test_a_window_that_depends_on_the_length_must_not_be_negative():

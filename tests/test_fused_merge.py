@@ -3,12 +3,11 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from support.exact import assert_tracks_exact
 
-from cqs.partial import Partial, RunningMerge, cpu_merge, fused_merge, lse_dtype
+from cqs.partial import Partial, RunningMerge, cpu_merge, lse_dtype
 from cqs.partial.fused_merge import merge_rows, sum_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -139,24 +138,6 @@ def test_parts_may_start_anywhere_in_memory(first, device):
     parts[1] = parts[1][0]._replace(lse=lse), slice(None)
     merge_rows(answer, parts)
     assert torch.equal(answer.output, expected.output) and torch.equal(answer.lse, expected.lse)
-
-
-@pytest.mark.parametrize("first", range(5))
-def test_parts_run_the_same_code_wherever_they_start(first, monkeypatch):
-    """Triton compiles a kernel anew for another combination of aligned tensors."""
-    memory = torch.from_numpy(np.ones(65, dtype=np.float32)[1:])
-    slices = memory, torch.ones(64)  # one starts where no storage of PyTorch does
-    output = torch.ones(2, 3, 10, 24)
-    parts = []
-    for each in slices:
-        lse = each[first : first + 60].view(2, 3, 10)
-        parts.append((Partial(output, lse), slice(None)))
-    tensors = []
-    monkeypatch.setattr(
-        fused_merge._MERGE_LAUNCHER, "launch", lambda found, *_, **__: tensors.extend(found)
-    )
-    merge_rows(Partial(output, torch.ones(2, 3, 10)), parts)
-    assert [tensor.data_ptr() % 16 for tensor in tensors] == 6 * [0]
 
 
 DAMAGES = {

@@ -72,12 +72,6 @@ def test_a_number_without_a_stored_set_gets_a_cover_too(num_tasks):
     assert covers(loaded, num_tasks)
 
 
-@pytest.mark.parametrize("num_tasks", [0, -1])
-def test_fewer_than_one_task_are_rejected(num_tasks):
-    with pytest.raises(ValueError, match=f"num_tasks must be at least 1, got {num_tasks}"):
-        load_interest_set(num_tasks)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -122,15 +116,20 @@ def test_sets_of_many_tasks_are_made_within_seconds(num_tasks):
     assert size <= math.sqrt(1.5 * num_tasks) + 6
 
 
-def test_sets_of_too_many_tasks_are_rejected_at_once():
-    with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
-        check_interest_set([0], 10**400)
-
-
-@pytest.mark.parametrize("elements", [range(10**12), itertools.count(), range(0, 2**18, 2)])
-def test_too_many_elements_are_refused_at_once(elements):
-    with pytest.raises(ValueError, match="interest_set must have at most 4096 elements"):
-        check_interest_set(elements, 2**18)
+@pytest.mark.parametrize(
+    ("elements", "num_tasks", "message"),
+    [
+        ([0], 0, "num_tasks must be at least 1, got 0"),
+        ([0], 10**400, "num_tasks must be at most 262144, got "),
+        (range(10**12), 2**18, "interest_set must have at most 4096 elements"),
+        (itertools.count(), 2**18, "interest_set must have at most 4096 elements"),
+        ([0, 10**5000], 7, r"must lie in range\(7\), got 16610 bits"),
+    ],
+    ids=range(5),
+)
+def test_sets_that_cannot_be_are_refused_at_once(elements, num_tasks, message):
+    with pytest.raises(ValueError, match=message):
+        check_interest_set(elements, num_tasks)
 
 
 @pytest.mark.slow
@@ -141,8 +140,6 @@ def test_large_sets_are_checked_within_seconds():
     whole = check_interest_set(range(4096), 4096)
     assert pair_offsets(whole, 4096).shared == (0, 2048)
     assert time.process_time() - start < 10
-    with pytest.raises(ValueError, match=r"must lie in range\(7\), got 16610 bits"):
-        check_interest_set([0, 10**5000], 7)
 
 
 A283297 = """

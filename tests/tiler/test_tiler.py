@@ -131,18 +131,14 @@ def wrong_last(change):
 
 
 WRONG = {
-    "too-few": (lambda partials: partials[:-1], "has 4 steps, got 3 partials"),
-    "too-many": (lambda partials: [*partials, partials[0]], "has 4 steps, got 5 partials"),
+    "too few": (lambda partials: partials[:-1], "has 4 steps, got 3 partials"),
     "other order": (lambda partials: partials[::-1], r"step \d: output must be"),
     "rows": (
         wrong_last(lambda p: Partial(p.output[:, :, 1:], p.lse[:, :, 1:])),
         r"step 3: output must be \(2, 4, \d+, 16\) .* got \(2, 4, \d+, 16\)",
     ),
-    "batch": (wrong_last(lambda p: Partial(p.output[:1], p.lse[:1])), r"got \(1, 4, \d+, 16\)"),
-    "value-dim": (wrong_last(lambda p: p._replace(output=p.output[..., :8])), r"got \(.*, 8\)"),
     "dtype": (wrong_last(lambda p: p._replace(output=p.output.half())), "got .* torch.float16"),
-    "lse-shape": (wrong_last(lambda p: p._replace(lse=p.lse[..., None])), "step 3: lse must be"),
-    "lse-dtype": (wrong_last(lambda p: p._replace(lse=p.lse.double())), "got .* torch.float64"),
+    "LSE": (wrong_last(lambda p: p._replace(lse=p.lse[..., None])), "step 3: lse must be"),
     "device": (wrong_last(lambda p: p._replace(output=p.output.to("meta"))), "got .* on meta"),
 }
 
@@ -159,17 +155,3 @@ def test_wrong_partials_are_refused_and_nothing_is_taken(assert_right, spoil, me
     assert torch.equal(run.answer.output.nan_to_num(7), before.nan_to_num(7))
     run.add(5)
     assert_right(run.problem, run.tiler.finish())
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_without_keys_every_row_is_empty(is_causal):
-    problem = BY_NAME["full"].make()
-    plan = type(problem)(
-        problem.query, problem.key[:, :, :0], problem.value[:, :, :0], is_causal, 1.0
-    ).make_plan(3)
-    answer = Partial(*(t.fill_(torch.nan) for t in problem.empty_answer()))
-    tiler = Tiler(plan, *answer)
-    for index in range(3):
-        assert tiler.add(index, []) == ()
-    output, lse = tiler.finish()
-    assert (output == 0).all() and (lse == -torch.inf).all()
