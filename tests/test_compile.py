@@ -385,14 +385,6 @@ def test_operators_pass_opcheck(is_dense, has_sinks, batches):
     "arguments",
     [
         ("cqs.patterns.positions:documents", "", "[...]", [], [torch.tensor([0, 4, 9])]),
-        (
-            "cqs.patterns.positions:padded",
-            "",
-            "[..., ...]",
-            [],
-            [torch.tensor([4, 9]), torch.tensor([2, 0])],
-        ),
-        ("cqs.patterns.masks:from_mask", "", "[...]", [], [MASK]),
         ("cqs.patterns.pattern:combine", "", "['&', b'', b'']", [], [HANDLE, HANDLE]),
         ("cqs.patterns.positions:sliding_window", "right", "[{}, None]", [3], []),
     ],

@@ -6,7 +6,6 @@ in float64; the error in other dtypes is compared with that of the definition in
 """
 
 import random
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
@@ -29,6 +28,7 @@ from option_table import (
     TERMS,
     cells,
     format_table,
+    least,
     pairs_mask,
     parameters,
 )
@@ -140,18 +140,6 @@ def results(call, problem, drawn):
     exact = expected(replace(problem, **tensors), drawn, factors, torch.float64)
     is_exact = problem.query.dtype == torch.float64
     return exact, exact if is_exact else expected(problem, drawn, factors)
-
-
-def least(attend, name):
-    """Return the least limit of memory, which errors of smaller limits give."""
-    limit = 1
-    while True:
-        try:
-            attend(**{name: limit})
-        except ValueError as error:
-            limit = int(re.search(rf"{name} must be at least (\d+) ", str(error))[1])
-        else:
-            return limit
 
 
 def compute(call, attend, tensors, leaves, grad_output, **options):

@@ -28,14 +28,6 @@ from cqs.patterns import (
 from cqs.patterns.bound_documents import BoundDocuments
 
 
-def rule_of_documents(ends, is_causal):
-    def rule(p, j):
-        same = any(a <= p < b and a <= j < b for a, b in zip(ends, ends[1:], strict=False))
-        return same and (j <= p or not is_causal)
-
-    return rule
-
-
 def rule_of_globals(tokens, side=-1):
     return lambda p, j: p in tokens or j in tokens or abs(p - j) <= side
 
@@ -58,8 +50,6 @@ RULES = {
     longformer(6, 2): rule_of_globals({0, 1}, 3),
     longformer(3, [5, 11]): rule_of_globals({5, 11}, 1),
     documents([0]): lambda p, j: False,
-    documents([0, 4, 4, 11, 20]): rule_of_documents([0, 4, 4, 11, 20], True),
-    documents([0, 5, 6, 30], is_causal=False): rule_of_documents([0, 5, 6, 30], False),
 }
 every_pattern = pytest.mark.parametrize("pattern", RULES, ids=repr)
 
@@ -121,6 +111,8 @@ def test_documents_of_unequal_lengths_are_problems_of_their_own(is_causal):
         mask = mask_of_documents(*sides, shape, is_causal)
         pattern = documents(*sides, is_causal=is_causal)
         assert_is(rng, pattern.bind(*shape), mask)
+        alike = documents(sides[0], is_causal=is_causal).to_mask(shape[0])
+        assert (alike == mask_of_documents(*2 * sides[:1], 2 * shape[:1], is_causal)).all()
         assert eval(repr(pattern)) == pickle.loads(pickle.dumps(pattern)) == pattern
         causal_mask = mask_of_documents(*sides, shape, True)
         for each in (pattern & causal(), causal() & pattern, per_head([[pattern] * 2]) & causal()):

@@ -33,16 +33,6 @@ def test_a_plan_without_work_has_no_steps_and_ratio_one(lengths, is_causal):
         assert task.held_tokens == task.live_pairs == 0
 
 
-@pytest.mark.slow
-def test_a_thousand_tasks_divide_a_thousand_million_tokens():
-    plan = make_plan(10**9, num_tasks=1000, is_causal=True)
-    plan.validate()
-    assert plan.responsibility_ratio == pytest.approx(1000, rel=1e-5)
-    size = len(plan.interest_set)
-    assert all(len(task.held_groups) <= size for task in plan.tasks)
-    assert max(task.held_tokens for task in plan.tasks) <= size * 10**6
-
-
 @KINDS
 @pytest.mark.parametrize("num_tasks", [10**4, 2**18])
 def test_many_tasks_are_planned_within_seconds(num_tasks, is_causal):

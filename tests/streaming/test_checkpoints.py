@@ -276,13 +276,6 @@ def test_only_one_process_at_a_time_uses_a_directory(maps, expected):
     resume(maps, out)
     assert np.array_equal(out, expected)
 
-    def meanwhile(done, total):
-        with pytest.raises(BlockingIOError):
-            resume(maps, other)
-
-    resume(maps, out, progress=meanwhile)
-    assert np.array_equal(out, expected) and not other.any()
-
 
 def test_a_checkpoint_holds_after_a_loss_of_power(maps, expected, save_every_block, monkeypatch):
     """Whatever the journal calls final was on the disk before."""

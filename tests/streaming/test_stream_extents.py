@@ -152,18 +152,6 @@ def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     assert torch.equal(attend((query, before, value)), expected)
 
 
-def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypatch):
-    arrays = []
-
-    def interrupt(*arguments, make=np.frombuffer):
-        arrays.append(make(*arguments))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "frombuffer", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        attend(tensors, mapped(file))
-
-
 def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file):
     """Heads of each pattern are a part of the output, which is opened once for all."""
     pattern, mine = per_head([[causal(), sliding_window(32, 32)]]), b"mine" * 2**14

@@ -82,17 +82,6 @@ def test_plans_fit_and_the_larger_the_budget_the_less_is_moved(which, rates):
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
 
 
-def test_what_streams_is_what_is_predicted_to_move():
-    for is_causal, tiles in itertools.product((False, True), ((1, 1), (2, 1), (3, 2), (9, 9))):
-        plan = make((1000, 1000), Pass.FORWARD, is_causal, None, tiles)
-        loaded, last = 0, None
-        for block in plan.blocks(Position(plan.num_groups - 1, 0)):
-            for tokens in block.chunks:
-                loaded += len(tokens) if tokens != last else 0
-                last = tokens
-        assert plan._num_loaded <= loaded <= plan._num_loaded + plan.chunk * (is_causal + 1)
-
-
 def test_a_billion_tokens_are_planned_without_delay():
     shape = AttentionShape(8, 128)
     start = time.process_time()
