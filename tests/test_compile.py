@@ -260,25 +260,6 @@ def test_patterns_are_not_exported():
         torch.export.export(Windowed(), (torch.randn(1, 2, 40, 8),), strict=False)
 
 
-def test_patterns_are_compiled_where_every_graph_counts_as_exported(monkeypatch):
-    """As Dynamo of PyTorch 2.11 answers."""
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-    def answer(self, tx, *args, **kwargs):
-        return VariableTracker.build(tx, True)
-
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    monkeypatch.setitem(handlers, torch.compiler.is_exporting, answer)
-    query = torch.randn(1, 2, 40, 8)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def attend(query):
-        return cqs.attention(query, query, query, pattern=WINDOW)
-
-    torch.testing.assert_close(attend(query), cqs.attention(query, query, query, pattern=WINDOW))
-
-
 ROWS = np.arange(40)
 BROKEN_PATTERNS = {
     "from_mask-numpy": lambda: per_head([[from_mask(MASK.numpy()), sliding_window(4)]]),

@@ -24,8 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cqs
 from benchmarks.cases import Case
-from cqs.executors.ray.pool import Calls
-from cqs.executors.ray.tasks.run import _Merges, _Tasks
 from cqs.patterns import sliding_window
 
 CASE = Case("sinks", 41, 50, num_heads=4, num_kv_heads=2, batch=2)
@@ -95,33 +93,6 @@ def disagree(group):
 
 def test_ranks_agree_on_scores(ranks):
     ranks.run(2, disagree)
-
-
-@pytest.mark.ray
-def test_a_bias_has_its_gradient_if_merges_are_answered_before_tasks(monkeypatch):
-    collect, held_of = Calls.collect, {}
-
-    def late(calls):
-        """Yield the answers, those of tasks when no merge is pending."""
-        held = held_of.setdefault(calls, [])
-        works = [work for queue in calls.queues.values() for work in queue.values()]
-        if held and not any(isinstance(work, _Merges) for work in works):
-            yield held.pop(0)
-            return
-        for answer in collect(calls):
-            if answer.failure is None and isinstance(answer.keys[0], _Tasks):
-                held.append(answer)
-            else:
-                yield answer
-
-    problem = CASE.make(torch.float64)
-    drawn = Drawn(problem, random.Random(0), ["bias"])
-    drawn.bias, drawn.has_bias_gradient = (1, problem.key.shape[2]), True
-    with cqs.Cluster(num_workers=1, use_gpus=False) as cluster:
-        tasks = partial(cluster.attention, num_tasks=5)
-        exact = expected(problem, drawn)
-        monkeypatch.setattr(Calls, "collect", late)
-        assert_equal(compute_by(tasks, problem, drawn), exact)
 
 
 @pytest.mark.ray

@@ -3,6 +3,7 @@
 import pickle
 import random
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from brute_force import assert_is, random_mask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import cqs
-from cqs.patterns import block_sparse, causal, from_block_mask, from_mask, per_head, strided
+from cqs.patterns import (
+    block_sparse,
+    causal,
+    from_block_mask,
+    from_deepspeed,
+    from_mask,
+    per_head,
+    strided,
+)
 
 LENGTHS = [0, 1, 127, 128, 129, 300, 385]
 
@@ -186,6 +195,35 @@ def test_a_mask_function_may_read_tensors_and_reduce():
         assert (mask == create_mask(rule, 1, 1, 140, 140, "cpu")[0, 0].numpy()).all(), name
 
 
+LAYOUTS = torch.randint(2, (3, 24, 24), generator=torch.Generator().manual_seed(5))
+
+
+class Config(NamedTuple):
+    """Has the interface of DeepSpeed's ``SparsityConfig``."""
+
+    block: int
+    layout: torch.Tensor
+
+    def make_layout(self, seq_len):
+        assert seq_len == self.block * self.layout.shape[2]
+        return self.layout
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"), [(Config(16, LAYOUTS), 3), (Config(24, LAYOUTS[:1].expand(2, -1, -1)), 1)]
+)
+def test_live_pairs_are_those_of_the_layout(config, heads):
+    length = 24 * config.block
+    pattern, layout = from_deepspeed(config, length), config.layout.bool().numpy()
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert pattern == block_sparse(layout[:heads], config.block) and pattern.heads == (1, heads)
+    masks = layout.repeat(config.block, axis=1).repeat(config.block, axis=2)
+    for head, mask in enumerate(masks):
+        assert_is(random.Random(0), pattern.head(0, head).bind(length), mask)
+    with pytest.raises(ValueError, match="requires lengths of"):
+        pattern.head(0, 0).bind(length + 128)
+
+
 SQUARE = np.ones((4, 4), dtype=bool)
 
 
@@ -202,6 +240,7 @@ SQUARE = np.ones((4, 4), dtype=bool)
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
         (lambda: block_sparse([[1]], 4).bind(5), r"got \(5, 5\), which is \(2, 2\)"),
+        (lambda: from_deepspeed(3, 128), "config must be a SparsityConfig of DeepSpeed, got 3"),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
         (lambda: per_head([[]]), "patterns must be rows of one length"),
         (lambda: per_head([[1, 2]]), "patterns must be rows of patterns of one head, got 1"),

@@ -76,9 +76,6 @@ def test_a_number_without_a_stored_set_gets_a_cover_too(num_tasks):
     ("text", "message"),
     [
         ("0 1 2", r"7\.txt, line 1: .*no two elements differ by 3"),
-        ("0 1 3 7", r"7\.txt, line 1: .*range\(7\), got 7"),
-        ("0 1 1 3", r"7\.txt, line 1: .*repeats an element"),
-        ("1 2 4", r"7\.txt, line 1: .*must contain 0"),
         ("0 1 three", r"7\.txt, line 1: .*'three'"),
         ("0 1 3\n0 1 2", r"7\.txt, line 2: .*no two elements differ by 3"),
         ("", r"7\.txt has no interest set"),
