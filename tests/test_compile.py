@@ -32,7 +32,7 @@ from cqs.patterns import (
     per_head,
     sliding_window,
 )
-from cqs.patterns.handle import _memories, new_handle, read_handle
+from cqs.patterns.handle import _memories
 from cqs.scheduler import Grid2D, Hosts, Quorums
 
 pytestmark = pytest.mark.slow
@@ -385,21 +385,6 @@ def test_the_operator_of_patterns_calls_nothing_else(maker):
 
     with pytest.raises(ValueError, match=f"maker must be a function that makes .* '{maker}'"):
         torch.ops.cqs.made(maker, "", "['exit 1']", [], [])
-
-
-def test_a_handle_keeps_its_value_and_no_longer():
-    gc.collect()
-    before = len(_memories)
-    handle = new_handle(DOCUMENTS)
-    tensor = torch.from_numpy(handle)
-    copy = tensor.clone()
-    del handle
-    assert read_handle(tensor.numpy()) is read_handle(copy.numpy()) is DOCUMENTS
-    assert len(_memories) == before + 1
-    del tensor
-    assert len(_memories) == before
-    with pytest.raises(RuntimeError, match="handle must not outlive"):
-        read_handle(copy.numpy())
 
 
 @pytest.mark.parametrize("num_steps", [600, pytest.param(10_000, marks=pytest.mark.long)])

@@ -79,23 +79,12 @@ def written_for(num_tasks, **changes):
     return json.dumps({**plan, "is_causal": False, "interest_set": interest_set, **changes})
 
 
-@pytest.mark.parametrize("num_tasks", [10**4, 2**18])
-def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
-    text = written_for(num_tasks)
-    start = time.process_time()
-    plan = Plan.from_json(text)
-    assert plan == make_plan(10, num_tasks=num_tasks) and plan.to_json() == text
-    assert plan.task(0).index == 0 and str(num_tasks) in str(plan)
-    assert time.process_time() - start < 10
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (written_for(2**18 + 1), "num_tasks must be at most 262144, got 262145"),
         (written_for(10**30, interest_set=[]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
-        (written_for(7, interest_set=[]), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
         (written_for(10**4, token_groups=[], tasks=[]), "num_tasks must be at most 4096"),
         (written_for(7, seqlen_q=10**4000), "seqlen_q must be at most .* got 13288 bits"),
@@ -105,7 +94,7 @@ def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
         ("[" * 10**5, "not a plan"),
         (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
     start = time.process_time()
