@@ -138,29 +138,20 @@ IMPOSSIBLE = (
 )
 """Pairs of values that no call has."""
 
-ROWS: dict[str, str] = {
+
+def _same(*rows: str) -> dict[str, str]:
+    return {row: row for row in rows}
+
+
+ROWS = {
     "is_causal": "is_causal",
     "pattern": "mask",
     "pattern, one per head": "mask",
     "pattern, of a padded batch": "mask",
-    "scale": "scale",
-    "dropout_p": "dropout_p",
-    "seed": "seed",
-    "attn_mask": "attn_mask",
-    "enable_gqa": "enable_gqa",
+    **_same("scale", "dropout_p", "seed", "attn_mask", "enable_gqa"),
     "scores": "sinks",
-    "num_tasks": "num_tasks",
-    "plan": "plan",
-    "backend": "backend",
-    "return_lse": "return_lse",
-    "verify": "verify",
-    "progress": "progress",
-    "head_parallel": "head_parallel",
-    "num_chunks": "num_chunks",
-    "links": "links",
-    "max_bytes": "max_bytes",
-    "memory_budget": "memory_budget",
-    "device": "device",
+    **_same("num_tasks", "plan", "backend", "return_lse", "verify", "progress"),
+    **_same("head_parallel", "num_chunks", "links", "max_bytes", "memory_budget", "device"),
     "gradients": "gradients",
 }
 """Row of the table -> its axis."""

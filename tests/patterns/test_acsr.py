@@ -63,21 +63,3 @@ def test_rows_are_values():
     assert repr(pattern).startswith("acsr(<3 rows, 1 pieces, ")
     assert repr(pattern) != repr(acsr([0, 1, 2], [1, 1, 1], [3, 3, 3]))
     assert pattern.count(range(3), range(4)) == 6
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: acsr([0], [0], [1]), "step must be at least 1, got 0"),
-        (lambda: acsr([-1], [1], [1]), "start must be at least 0, got -1"),
-        (lambda: acsr([0], [1], [0.5]), "count must be a row of integers"),
-        (lambda: acsr(np.array([2**63], np.uint64), [1], [1]), "keys must lie below"),
-        (lambda: acsr([2**62], [2**62], [3]), "keys must lie below 4611686018427387904, got"),
-        (lambda: acsr([0, 1], [1], [1]), r"must be of one length, got \[2, 1, 1\]"),
-        (lambda: acsr([0], [1], [4]).bind(1, 3), "1 queries and at least 4 keys, got"),
-        (lambda: acsr([0], [1], [4]).bind(2, 4), "1 queries and at least 4 keys, got"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()

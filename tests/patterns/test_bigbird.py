@@ -94,10 +94,3 @@ def test_no_more_blocks_are_drawn_than_there_are():
 def test_large_blocks_combine_as_pieces():
     pattern = bigbird(block=8192, window_blocks=0, global_blocks=0, random_blocks=2) & causal()
     assert len(pattern.bind(65536).pieces) <= 16
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="random_blocks must be at least 0, got -1"):
-        bigbird(random_blocks=-1)
-    with pytest.raises(TypeError, match="block must be an integer, got 4.0"):
-        bigbird(block=4.0)

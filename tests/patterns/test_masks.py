@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import cqs
 from cqs.patterns import (
+    acsr,
     block_sparse,
     causal,
     from_block_mask,
@@ -240,6 +241,14 @@ SQUARE = np.ones((4, 4), dtype=bool)
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
         (lambda: block_sparse([[1]], 4).bind(5), r"got \(5, 5\), which is \(2, 2\)"),
+        (lambda: acsr([0], [0], [1]), "step must be at least 1, got 0"),
+        (lambda: acsr([-1], [1], [1]), "start must be at least 0, got -1"),
+        (lambda: acsr([0], [1], [0.5]), "count must be a row of integers"),
+        (lambda: acsr(np.array([2**63], np.uint64), [1], [1]), "keys must lie below"),
+        (lambda: acsr([2**62], [2**62], [3]), "keys must lie below 4611686018427387904, got"),
+        (lambda: acsr([0, 1], [1], [1]), r"must be of one length, got \[2, 1, 1\]"),
+        (lambda: acsr([0], [1], [4]).bind(1, 3), "1 queries and at least 4 keys, got"),
+        (lambda: acsr([0], [1], [4]).bind(2, 4), "1 queries and at least 4 keys, got"),
         (lambda: from_deepspeed(3, 128), "config must be a SparsityConfig of DeepSpeed, got 3"),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
         (lambda: per_head([[]]), "patterns must be rows of one length"),

@@ -12,6 +12,7 @@ from brute_force import assert_is, mask_of
 import cqs
 from cqs.patterns import (
     BoundPattern,
+    bigbird,
     block_diagonal,
     causal,
     dilated,
@@ -198,6 +199,8 @@ def test_longformer_of_a_billion_tokens_is_a_few_pieces():
             "must not mix",
         ),
         (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
+        (lambda: bigbird(random_blocks=-1), "random_blocks must be at least 0, got -1"),
+        (lambda: bigbird(block=4.0), "block must be an integer, got 4.0"),
         (lambda: padded([3, 3], [3]), "of the same batch elements, got 2 and 1"),
         (lambda: padded([-1]), "lengths must be at least 0, got -1"),
         (lambda: padded([1], [1.5]), "lengths_kv must be an integer, got 1.5"),
