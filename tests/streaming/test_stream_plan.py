@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cqs.executors.streaming.plan import CPU, GPU, START, Position
-from cqs.patterns import global_tokens, sliding_window
+from cqs.patterns import causal, global_tokens, sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.streaming import Pass, StreamPlan, make_stream_plan
 
@@ -24,22 +24,14 @@ def make(lengths, which, is_causal, pattern, tiles=(1, 1)):
     return replace(plan, rows=rows, chunk=chunk)
 
 
-def live_mask(plan):
-    queries, keys = np.arange(plan.seqlen_q)[:, None], np.arange(plan.seqlen_kv)[None, :]
-    if plan.pattern is not None:
-        return plan.pattern.to_mask(range(plan.seqlen_q)).reshape(plan.seqlen_q, plan.seqlen_kv)
-    if plan.is_causal:
-        return keys <= queries + plan.seqlen_kv - plan.seqlen_q
-    return np.ones((plan.seqlen_q, plan.seqlen_kv), dtype=bool)
-
-
 @pytest.mark.parametrize("which", Pass)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("is_causal", "pattern"), [(False, None), (True, None), (False, PATTERN)])
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (9, 1)])
 def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
     plan = make(lengths, which, is_causal, pattern, tiles)
-    live = live_mask(plan)
+    seen = causal() if is_causal else pattern or sliding_window(None, None)
+    live = seen.to_mask(*lengths)
     counts = np.zeros((plan.num_groups, *lengths), int)
     blocks = list(plan.blocks())
     ends = [START, *(block.end for block in blocks)]
