@@ -41,14 +41,6 @@ def test_many_tasks_are_planned_within_seconds(num_tasks, is_causal):
     assert task.live_pairs == pytest.approx(plan.live_pairs / num_tasks, rel=1e-2)
 
 
-def test_more_tasks_than_tokens_cost_little():
-    plan = make_plan(50, num_tasks=1000, is_causal=True)
-    start = time.process_time()
-    plan.validate()
-    assert sum(task.live_pairs for task in plan.tasks) == 50 * 51 // 2
-    assert time.process_time() - start < 15
-
-
 @pytest.mark.parametrize("num_tasks", [2**18 + 1, 10**8, 10**30, 10**400])
 def test_too_many_tasks_are_rejected_at_once(num_tasks):
     with pytest.raises(ValueError, match="num_tasks must be at most 262144, got "):
