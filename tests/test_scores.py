@@ -55,13 +55,8 @@ def test_sinks_without_gradients_and_infinite_sinks():
         assert torch.equal(lse[:, head], plain_lse[:, head])
     assert (output[:, 2] == 0).all() and (lse[:, 2] == 1e4).all()
     assert torch.equal(cqs.attention(*tensors, scores=cqs.Scores()), plain)
-    empty = cqs.attention(
-        tensors[0],
-        tensors[1][:, :, :0],
-        tensors[2][:, :, :0],
-        scores=cqs.Scores(sinks=sinks),
-        return_lse=True,
-    )
+    empty = problem.query, problem.key[:, :, :0], problem.value[:, :, :0]
+    empty = cqs.attention(*empty, scores=cqs.Scores(sinks=sinks), return_lse=True)
     assert (empty.output == 0).all() and torch.equal(empty.lse, sinks.view(-1, 1).expand(2, 4, 41))
 
 

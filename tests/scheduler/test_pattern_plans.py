@@ -48,22 +48,6 @@ def random_plans(num_tasks, number):
         )
 
 
-def rectangle(step, shape):
-    """Where the pairs of a step lie, live or not."""
-    inside = np.zeros(shape, dtype=bool)
-    for keys in step.keys:
-        inside[step.queries.start : step.queries.stop, keys.start : keys.stop] = True
-    return inside
-
-
-def assert_holds_what_is_live(plan, task, live):
-    queries = [i for i, g in enumerate(plan.token_groups) if live[g.start : g.stop].any()]
-    keys = [i for i, g in enumerate(plan.key_groups) if live[:, g.start : g.stop].any()]
-    assert task.held_queries == tuple(plan.token_groups[i] for i in queries), plan
-    assert task.held_keys == tuple(plan.key_groups[i] for i in keys), plan
-    assert task.held_groups == tuple(sorted({*queries, *(i % plan.num_tasks for i in keys)}))
-
-
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
 def test_every_live_pair_is_computed_once(num_tasks):
     """And a task holds exactly the groups that its live pairs touch."""
@@ -72,18 +56,25 @@ def test_every_live_pair_is_computed_once(num_tasks):
         owners = np.zeros(mask.shape, dtype=int)
         for task in plan.tasks:
             seen = np.zeros(plan.seqlen_q, dtype=int)
-            of_task = np.zeros_like(mask)
+            own = np.zeros_like(mask)
             for step in task.steps:
-                inside = rectangle(step, mask.shape)
+                inside = np.zeros_like(mask)
+                for keys in step.keys:
+                    inside[step.queries.start : step.queries.stop, keys.start : keys.stop] = True
                 owners += inside
-                of_task |= inside & mask
+                own |= inside & mask
                 rows = np.flatnonzero((inside & mask).any(axis=1))
                 assert step.queries.start == rows[0] and step.queries.stop == rows[-1] + 1, plan
                 assert step.live_pairs == (inside & mask).sum() > 0, plan
                 assert step.causal_keys is None
                 seen[step.queries.start : step.queries.stop] += 1
             assert seen.max(initial=0) <= 1, f"{plan}: a row of task {task.index} in two steps"
-            assert_holds_what_is_live(plan, task, of_task)
+            queries = [i for i, g in enumerate(plan.token_groups) if own[g.start : g.stop].any()]
+            keys = [i for i, g in enumerate(plan.key_groups) if own[:, g.start : g.stop].any()]
+            assert task.held_queries == tuple(plan.token_groups[i] for i in queries), plan
+            assert task.held_keys == tuple(plan.key_groups[i] for i in keys), plan
+            held = {*queries, *(i % num_tasks for i in keys)}
+            assert task.held_groups == tuple(sorted(held)), plan
         assert owners.max(initial=0) <= 1 and (owners[mask] == 1).all(), plan
         assert sum(task.live_pairs for task in plan.tasks) == plan.live_pairs == mask.sum()
         plan.validate()
