@@ -5,7 +5,8 @@ option as an axis, so that test_matrix.py computes it with every value of every 
 """
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ _HEADS = [sliding_window(3, 2), causal(), strided(4), sliding_window(None, 1)]
 MASKS = {
     "none": lambda q, k, batch, heads: None,
     "window": lambda q, k, batch, heads: sliding_window(5, 3),
-    "documents": lambda q, k, batch, heads: documents([0, q // 3, q], [0, k // 2, k]),
+    "documents": lambda q, k, batch, heads: documents(
+        [0, q // 3, q // 3, q // 2, q - 1, q], [0, k // 2, k - 3, k - 3, k - 2, k]
+    ),  # one without queries, one without keys
     "pairs": lambda q, k, batch, heads: from_mask(pairs_mask(q, k)),
     "per head": lambda q, k, batch, heads: per_head(
         [[_HEADS[(b + h) // 2 % 4] for h in range(heads)] for b in range(batch)]
@@ -135,29 +138,20 @@ IMPOSSIBLE = (
 )
 """Pairs of values that no call has."""
 
-ROWS: dict[str, str] = {
+
+def _same(*rows: str) -> dict[str, str]:
+    return {row: row for row in rows}
+
+
+ROWS = {
     "is_causal": "is_causal",
     "pattern": "mask",
     "pattern, one per head": "mask",
     "pattern, of a padded batch": "mask",
-    "scale": "scale",
-    "dropout_p": "dropout_p",
-    "seed": "seed",
-    "attn_mask": "attn_mask",
-    "enable_gqa": "enable_gqa",
+    **_same("scale", "dropout_p", "seed", "attn_mask", "enable_gqa"),
     "scores": "sinks",
-    "num_tasks": "num_tasks",
-    "plan": "plan",
-    "backend": "backend",
-    "return_lse": "return_lse",
-    "verify": "verify",
-    "progress": "progress",
-    "head_parallel": "head_parallel",
-    "num_chunks": "num_chunks",
-    "links": "links",
-    "max_bytes": "max_bytes",
-    "memory_budget": "memory_budget",
-    "device": "device",
+    **_same("num_tasks", "plan", "backend", "return_lse", "verify", "progress"),
+    **_same("head_parallel", "num_chunks", "links", "max_bytes", "memory_budget", "device"),
     "gradients": "gradients",
 }
 """Row of the table -> its axis."""
@@ -179,36 +173,50 @@ _PER_RANK = "every rank computes one task"
 _NO_RANKS = "there are no ranks"
 _NO_MEMORY = "its inputs are in memory as a whole; `cqs.streaming.attention` reads them in parts"
 _OF_TENSORS = "it computes on the device of its tensors"
+_OF_WORKERS = "the workers' devices are chosen when the cluster starts"
 _PLANNED = "it cuts the problem by the memory budget"
-HOLES: dict[tuple[str, str], str] = {
-    **{("attn_mask", executor): _NO_MASK for executor in FUNCTIONS if executor != "this process"},
-    **{("enable_gqa", executor): _ALWAYS for executor in FUNCTIONS if executor != "this process"},
-    **{(row, "Ray shards"): _PER_RANK for row in ("num_tasks", "progress")},
-    **{(row, "ranks"): _PER_RANK for row in ("num_tasks", "progress")},
-    **{
-        ("memory_budget", executor): _NO_MEMORY
-        for executor in ("this process", "Ray tasks", "Ray tasks, `submit`", "Ray shards", "ranks")
-    },
-    **{
-        ("device", executor): "it computes on the device of its tensors"
-        for executor in ("this process", "ranks")
-    },
-    **{
-        ("device", executor): "the workers' devices are chosen when the cluster starts"
-        for executor in ("Ray tasks", "Ray tasks, `submit`", "Ray shards")
-    },
-    **{(row, "streaming"): _PLANNED for row in ("num_tasks", "plan")},
-    ("num_chunks", "Ray shards"): "the cluster chooses the number of chunks",
-    ("links", "Ray shards"): "the cluster measures the links between its hosts, once",
-    ("gradients", "Ray tasks, `submit`"): "a future has no gradients: call `attention`",
-    ("gradients", "Ray shards"): "shards on workers do not record gradients",
-    **{
-        (row, executor): _NO_RANKS
-        for row in ("head_parallel", "num_chunks", "links", "max_bytes")
-        for executor in ("this process", "Ray tasks", "Ray tasks, `submit`", "streaming")
-    },
+
+
+def _holes(reason: str, rows: list[str], executors: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Return the reason for all of these rows and executors."""
+    return {(row, executor): reason for row in rows for executor in executors}
+
+
+_HERE, _TASKS_OF_RAY, _FUTURES, _SHARDS, _RANK, _STREAM = FUNCTIONS
+_RAY = _TASKS_OF_RAY, _FUTURES, _SHARDS
+HOLES = {
+    **_holes(_NO_MASK, ["attn_mask"], [*_RAY, _RANK, _STREAM]),
+    **_holes(_ALWAYS, ["enable_gqa"], [*_RAY, _RANK, _STREAM]),
+    **_holes(_PER_RANK, ["num_tasks", "progress"], [_SHARDS, _RANK]),
+    **_holes(_NO_MEMORY, ["memory_budget"], [_HERE, *_RAY, _RANK]),
+    **_holes(_OF_TENSORS, ["device"], [_HERE, _RANK]),
+    **_holes(_OF_WORKERS, ["device"], _RAY),
+    **_holes(_PLANNED, ["num_tasks", "plan"], [_STREAM]),
+    **_holes("the cluster chooses the number of chunks", ["num_chunks"], [_SHARDS]),
+    **_holes("the cluster measures the links between its hosts, once", ["links"], [_SHARDS]),
+    **_holes("a future has no gradients: call `attention`", ["gradients"], [_FUTURES]),
+    **_holes("shards on workers do not record gradients", ["gradients"], [_SHARDS]),
+    **_holes(
+        _NO_RANKS,
+        ["head_parallel", "num_chunks", "links", "max_bytes"],
+        [_HERE, _TASKS_OF_RAY, _FUTURES, _STREAM],
+    ),
 }
 """(Row, executor) -> why the executor does not support the option."""
+
+
+def least(attend: Callable[..., Any], name: str) -> int:
+    """Return the least limit of memory, which errors of smaller limits give."""
+    limit = 1
+    while True:
+        try:
+            attend(**{name: limit})
+        except ValueError as error:
+            found = re.search(rf"{name} must be at least (\d+) ", str(error))
+            assert found is not None, error
+            limit = int(found[1])
+        else:
+            return limit
 
 
 def parameters(executor: str) -> list[str]:

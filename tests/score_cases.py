@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from support.exact import assert_tracks_exact
 
 import cqs
 from benchmarks.cases import visible_mask
@@ -28,7 +29,7 @@ def define(problem, scores, factors=1.0):
         found = scores.score_mod(found, batches, heads.view(-1, 1, 1), queries, keys).to(dtype)
     if (mask := visible_mask(problem)) is not None:
         found = found.masked_fill(~mask, -torch.inf)
-    sinks = scores.sinks if scores.sinks is not None else torch.full((num_heads,), -torch.inf)
+    sinks = scores.sinks if scores.sinks is not None else found.new_full((num_heads,), -torch.inf)
     column = sinks.to(found.dtype).view(-1, 1, 1).expand(*found.shape[:3], 1)
     whole = torch.cat([found, column], -1)
     is_blind = (whole == -torch.inf).all(-1)
@@ -55,28 +56,19 @@ def scaled(table):
 class Drawn:
     """Random options of the scores of a problem, with new leaves on each call of ``make``."""
 
-    def __init__(self, problem, generator, names=None):
-        """Choose the options; ``names`` lists those that are used, all others are drawn."""
+    def __init__(self, problem, generator, names=()):
+        """Draw the options of these names."""
         batch, num_heads, seqlen_q, _ = problem.query.shape
-        sizes = batch, num_heads, seqlen_q, problem.key.shape[2]
-
-        def wants(name):
-            return generator.random() < 0.4 if names is None else name in names
-
         self.seed = generator.randrange(2**31)
         self.dtype = problem.query.dtype
-        self.sinks = (num_heads,) if wants("sinks") else None
-        self.softcap = generator.choice([0.5, 3.0]) if wants("softcap") else None
+        self.sinks = (num_heads,) if "sinks" in names else None
+        self.softcap = generator.choice([0.5, 3.0]) if "softcap" in names else None
         shapes = [(num_heads,), (batch, num_heads)]
-        self.slopes = generator.choice(shapes) if wants("alibi_slopes") else None
-        self.has_slopes_gradient = names is None and generator.random() < 0.5
-        shape = tuple(size if generator.random() < 0.7 else 1 for size in sizes)
-        cut = generator.choice([0, 0, 1, 2])
-        self.bias = (
-            shape[cut if all(n == 1 for n in shape[:cut]) else 0 :] if wants("bias") else None
-        )
-        self.has_bias_gradient = generator.random() < 0.7
-        self.score_mod = generator.choice([relative, scaled]) if wants("score_mod") else None
+        self.slopes = generator.choice(shapes) if "alibi_slopes" in names else None
+        self.has_slopes_gradient = False
+        self.bias = (num_heads, seqlen_q, problem.key.shape[2]) if "bias" in names else None
+        self.has_bias_gradient = True
+        self.score_mod = generator.choice([relative, scaled]) if "score_mod" in names else None
         self.table = (num_heads, 2048)
 
     def make(self, dtype=None):
@@ -163,3 +155,14 @@ def compute_by(call, problem, drawn, **options):
 def assert_equal(found, exact, tolerance=1e-9):
     for got, want in zip(found, exact, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def assert_tracks_definition(found, problem, drawn, slack):
+    """Compare output, LSE (or None) and gradients with float64."""
+    wide = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
+    exact = expected(replace(problem, **wide), drawn, dtype=torch.float64)
+    for got, plain, right in zip(found, expected(problem, drawn), exact, strict=True):
+        if got is not None and problem.query.dtype == torch.float64:
+            torch.testing.assert_close(got, right)
+        elif got is not None:
+            assert_tracks_exact(got, plain, right, slack=slack)

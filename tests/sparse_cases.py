@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from score_cases import options_of, with_gradients
 from support.exact import assert_tracks_exact, eager_output, exact_answer
 
 import cqs
@@ -64,6 +65,29 @@ FOR_LENGTHS = {
 NAMES = [*PATTERNS, *FOR_LENGTHS]
 
 
+def random_pattern(rng, seqlen, step, others=()):
+    """Draw a pattern of any family, with parameters up to a little beyond a length, or another."""
+    longest = rng.choice([9, seqlen + 1])
+    left, right = (rng.choice([None, rng.randint(0, longest)]) for _ in range(2))
+    tokens = rng.sample(range(seqlen + 4), rng.randint(0, 4))
+    return rng.choice(
+        [
+            causal(),
+            sliding_window(step),
+            sliding_window(left, right),
+            dilated(rng.randint(0, 4), rng.randint(0, 4), step),
+            strided(step),
+            fixed(step, rng.randint(0, step)),
+            block_diagonal(step),
+            global_tokens(tokens),
+            sliding_window(3) | global_tokens([0, seqlen // 2]),
+            longformer(rng.randint(0, 9), tokens),
+            bigbird(block=rng.randint(3, 5), random_blocks=rng.randint(0, 3), seed=step),
+            *others,
+        ]
+    )
+
+
 def with_pattern(case, name):
     lengths = case.seqlen_q, case.seqlen_kv
     pattern = PATTERNS[name] if name in PATTERNS else FOR_LENGTHS[name](*lengths)
@@ -72,31 +96,21 @@ def with_pattern(case, name):
 
 def assert_gradients_right(problem, **options):
     """Compare gradients by :func:`cqs.attention` with float64; in the dtype of the problem."""
+    given = options_of(problem) | options
 
-    def eager(query, key, value):
-        return eager_output(replace(problem, query=query, key=key, value=value))
+    def changed(tensors):
+        return replace(problem, **dict(zip(("query", "key", "value"), tensors, strict=True)))
 
-    def exact(query, key, value):
-        return exact_answer(replace(problem, query=query, key=key, value=value)).output
+    def gradients(compute, dtype=problem.query.dtype):
+        tensors = [tensor.to(dtype) for tensor in (problem.query, problem.key, problem.value)]
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        return with_gradients(lambda *each: (compute(*each), None), leaves, [])[2:]
 
-    def actual(query, key, value):
-        given = {"is_causal": problem.is_causal, "pattern": problem.pattern, "scale": problem.scale}
-        return cqs.attention(query, key, value, **given, **options)
-
-    tensors = problem.query, problem.key, problem.value
     found = zip(
-        gradients(actual, *tensors),
-        gradients(eager, *tensors),
-        gradients(exact, *(tensor.double() for tensor in tensors)),
+        gradients(lambda *each: cqs.attention(*each, **given)),
+        gradients(lambda *each: eager_output(changed(each))),
+        gradients(lambda *each: exact_answer(changed(each)).output, torch.float64),
         strict=True,
     )
     for name, grads in zip(("grad_query", "grad_key", "grad_value"), found, strict=True):
         assert_tracks_exact(*grads, slack=4, name=name)
-
-
-def gradients(compute, *tensors):
-    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-    output = compute(*tensors)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    return torch.autograd.grad(output, tensors, grad.to(output))

@@ -1,6 +1,7 @@
 """Gradients against float64 autograd of the definition."""
 
 import gc
+import random
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,13 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.exact import assert_tracks_exact
+from score_cases import Drawn, assert_tracks_definition, compute_by
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cqs
-from benchmarks.cases import CASES, Case, visible_mask
+from benchmarks.cases import CASES, Case
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.partial import Partial, merge_partials
@@ -29,6 +30,7 @@ SHAPES = (
     Case("cross-causal", 75, 150, 2, 2, is_causal=True),
     Case("more-queries-causal", 150, 75, 2, 2, is_causal=True),
 )
+SMALL = Case("small", 50, 50, 4, 2, is_causal=True)
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 LOCAL = {
     "one-task": cqs.attention,
@@ -40,51 +42,16 @@ LOCAL = {
 }
 
 
-def differentiate(problem, dtype, attend):
-    """Output and gradients of ``attend`` for a fixed gradient of the output."""
-    leaves = [
-        tensor.to(dtype).detach().requires_grad_()
-        for tensor in (problem.query, problem.key, problem.value)
-    ]
-    output = attend(replace(problem, query=leaves[0], key=leaves[1], value=leaves[2]))
-    weights = torch.randn(
-        output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    # Rounded as the problem's tensors are: part of the question, not of the answer.
-    output.backward(weights.to(problem.query.dtype).to(output))
-    return output, [leaf.grad for leaf in leaves]
+def compute(problem, **options):
+    """Output, LSE and gradients."""
+    return compute_by(cqs.attention, problem, Drawn(problem, random.Random(0)), **options)
 
 
-def definition(problem):
-    group_size = problem.query.shape[1] // problem.key.shape[1]
-    key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
-    scores = problem.scale * problem.query @ key.mT
-    if (mask := visible_mask(problem)) is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-        blind = ~mask.any(-1, keepdim=True)
-        return (scores.masked_fill(blind, 0).softmax(-1) * ~blind) @ value
-    return scores.softmax(-1) @ value
-
-
-def split(num_tasks, **options):
-    def attend(problem):
-        tensors = problem.query, problem.key, problem.value
-        own = {"is_causal": problem.is_causal, "scale": problem.scale, "num_tasks": num_tasks}
-        return cqs.attention(*tensors, **own, **options)
-
-    return attend
-
-
-def assert_right(problem, attend):
-    _, exact = differentiate(problem, torch.float64, definition)
-    _, eager = differentiate(problem, problem.query.dtype, definition)
-    _, found = differentiate(problem, problem.query.dtype, attend)
-    for name, *each in zip(("query", "key", "value"), found, eager, exact, strict=True):
-        assert each[0].dtype == problem.query.dtype
-        if problem.query.dtype == torch.float64:
-            torch.testing.assert_close(each[0], each[2])
-        else:
-            assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
+def assert_right(problem, **options):
+    output, _, *gradients = compute(problem, **options)
+    assert all(each.dtype == problem.query.dtype for each in gradients)
+    found = output, None, *gradients
+    assert_tracks_definition(found, problem, Drawn(problem, random.Random(0)), slack=3)
 
 
 CPU = [
@@ -121,7 +88,7 @@ CUDA = [
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
 def test_gradients_are_right(case, device, backend, dtype, num_tasks):
     problem = case.make(dtype, device)
-    assert_right(problem, split(num_tasks, backend=backend))
+    assert_right(problem, num_tasks=num_tasks, backend=backend)
 
 
 @pytest.mark.slow
@@ -129,32 +96,18 @@ def test_gradients_are_right(case, device, backend, dtype, num_tasks):
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_gradients_with_scales_that_are_not_positive(scale, backend):
     problem = replace(BY_NAME["ragged-causal"].make(), scale=scale)
-    assert_right(problem, split(3, backend=backend))
-
-
-@pytest.mark.slow
-def test_gradcheck():
-    problem = replace(CASES[0], seqlen_q=6, seqlen_kv=9, num_heads=2, num_kv_heads=1, head_dim=3)
-    problem = replace(problem, is_causal=True).make(torch.float64)
-    leaves = [t.requires_grad_() for t in (problem.query, problem.key, problem.value)]
-
-    def attend(*tensors):
-        return cqs.attention(*tensors, is_causal=True, num_tasks=4)
-
-    assert torch.autograd.gradcheck(attend, leaves)
+    assert_right(problem, num_tasks=3, backend=backend)
 
 
 def test_two_runs_are_bitwise_identical():
-    problem = BY_NAME["gqa-causal"].make()
+    problem = SMALL.make()
     for backend in ("cpu", "triton"):
-        first, second = (
-            differentiate(problem, torch.float32, split(7, backend=backend)) for _ in range(2)
-        )
-        assert torch.equal(first[0], second[0]) and all(map(torch.equal, first[1], second[1]))
+        first, second = (compute(problem, num_tasks=7, backend=backend) for _ in range(2))
+        assert all(map(torch.equal, first, second))
 
 
 def test_gradients_of_all_tasks_together_are_those_of_one_task():
-    problem, executor = BY_NAME["gqa-causal"].make(), LocalExecutor()
+    problem, executor = SMALL.make(), LocalExecutor()
     one, seven = (Planned(problem, problem.make_plan(number), "triton") for number in (1, 7))
     answer, grad_output = executor.run(one), torch.randn_like(problem.query)
     found = [executor.run_backward(part, answer, grad_output) for part in (one, seven)]
@@ -184,17 +137,12 @@ def test_a_second_derivative_is_refused():
     assert not torch.autograd.grad(output.sum(), query)[0].requires_grad
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_give_the_same_gradients(use_reentrant):
+def test_a_reentrant_checkpoint_gives_the_same_gradients():
     tensors = [torch.randn(1, 2, 30, 8, requires_grad=True) for _ in range(3)]
-
-    def compute(*tensors):
-        return cqs.attention(*(2 * tensor for tensor in tensors), num_tasks=3).square().sum()
-
-    expected = torch.autograd.grad(compute(*tensors), tensors)
-    checkpoint(compute, *tensors, use_reentrant=use_reentrant).backward()
-    for tensor, gradient in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor.grad, gradient)
+    attend = partial(cqs.attention, num_tasks=3)
+    expected = torch.autograd.grad(attend(*tensors).square().sum(), tensors)
+    checkpoint(attend, *tensors, use_reentrant=True).square().sum().backward()
+    assert all(map(torch.equal, [tensor.grad for tensor in tensors], expected))
 
 
 def test_checkpoints_let_go_of_operands():
@@ -212,40 +160,35 @@ def test_checkpoints_let_go_of_operands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_tasks": 7},
-        {"num_tasks": 7, "pattern": strided(5)},
-        {"num_tasks": 7, "dropout_p": 0.2},
-        {"num_tasks": 7, "pattern": per_head([[causal(), strided(5)]])},
-    ],
-    ids=str,
-)
-def test_a_finished_call_keeps_no_tensor(options):
-    assert kept_without_a_collection(**options) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("needs_gradients", [False, True])
-def test_a_finished_call_within_a_budget_keeps_no_tensor(needs_gradients):
-    options = {"memory_budget": 2**20, "device": "cpu"}
-    assert kept_without_a_collection(cqs.streaming.attention, needs_gradients, **options) == []
+@pytest.mark.parametrize(
+    "attention",
+    [
+        cqs.attention,
+        partial(cqs.attention, num_tasks=7),
+        partial(cqs.attention, num_tasks=7, pattern=strided(5)),
+        partial(cqs.attention, num_tasks=7, dropout_p=0.2),
+        partial(cqs.attention, num_tasks=7, pattern=per_head([[causal(), strided(5)]])),
+        partial(cqs.streaming.attention, memory_budget=2**20, device="cpu"),
+    ],
+    ids=range(6),
+)
+def test_a_finished_call_keeps_no_tensor(attention, needs_gradients):
+    assert kept_without_a_collection(attention, needs_gradients) == []
 
 
 @pytest.mark.ray
 def test_a_finished_call_of_a_cluster_keeps_no_tensor(cluster):
-    assert kept_without_a_collection(num_tasks=7, executor=cluster) == []
+    assert kept_without_a_collection(partial(cluster.attention, num_tasks=7)) == []
 
 
-def kept_without_a_collection(attention=cqs.attention, needs_gradients=True, **options):
+def kept_without_a_collection(attention, needs_gradients=True):
     """Return which tensors of a finished call still exist before a collection."""
     gc.collect()
     gc.disable()
     try:
         tensors = [torch.randn(1, 2, 40, 8, requires_grad=needs_gradients) for _ in range(3)]
-        output = attention(*tensors, **options)
+        output = attention(*tensors)
         if needs_gradients:
             output.sum().backward()
         kept = [weakref.ref(tensor) for tensor in (*tensors, output)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.exact import assert_tracks_exact, eager_output, exact_answer
+from support.exact import assert_tracks_exact, attend, eager_output, exact_answer
 
 import cqs
 from benchmarks.cases import CASES, Case
@@ -17,16 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_exact(case, num_tasks, dtype):
     problem = case.make(dtype, "cuda")
-    output, lse = cqs.attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        is_causal=problem.is_causal,
-        scale=problem.scale,
-        num_tasks=num_tasks,
-        return_lse=True,
-        verify=True,
-    )
+    output, lse = attend(problem, num_tasks=num_tasks, verify=True)
     assert output.device == lse.device == problem.query.device
     exact = exact_answer(problem)
     assert_tracks_exact(output, eager_output(problem), exact.output)
@@ -39,13 +30,12 @@ def test_long_sequences_are_exact(backend, head_dim, is_causal):
     problem = Case("long", 20000, 20000, 16, 4, head_dim, is_causal=is_causal).make(
         torch.bfloat16, "cuda"
     )
-    tensors = problem.query, problem.key, problem.value
-    assert choose_backend(*tensors).name == "triton"
+    assert choose_backend(problem.query, problem.key, problem.value).name == "triton"
     rows = torch.linspace(0, 19999, 128, device="cuda").long()
     exact = exact_rows(problem, rows)
     eager = eager_output(problem)[:, :, rows]
     for num_tasks in (1, 7, 8, 31):
-        output = cqs.attention(*tensors, is_causal=is_causal, num_tasks=num_tasks, backend=backend)
+        output, _ = attend(problem, num_tasks=num_tasks, backend=backend)
         assert_tracks_exact(output[:, :, rows], eager, exact)
 
 

@@ -6,32 +6,14 @@ in float64; the error in other dtypes is compared with that of the definition in
 """
 
 import random
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 
+import option_table as table
 import pytest
 import torch
 import torch.distributed as dist
-from option_table import (
-    AXES,
-    BEGIN,
-    BIASES,
-    END,
-    FUNCTIONS,
-    HOLES,
-    IMPOSSIBLE,
-    MASKS,
-    OWN,
-    PAGE,
-    ROWS,
-    TERMS,
-    cells,
-    format_table,
-    pairs_mask,
-    parameters,
-)
 from programs import as_dtensor
 from score_cases import Drawn, expected, factors_of, gradient_of_output
 from support.exact import assert_tracks_exact
@@ -43,7 +25,7 @@ from cqs.patterns import causal, from_mask
 
 LIMITS = "max_bytes", "memory_budget"
 """Axes whose values are multiples of the least possible value."""
-ARGUMENTS = {name for executor in FUNCTIONS for name in parameters(executor)}
+ARGUMENTS = {name for executor in table.FUNCTIONS for name in table.parameters(executor)}
 ARGUMENTS -= {"attn_mask", *LIMITS}
 """Axes whose values are arguments of a call."""
 NUM_RANDOM = 50
@@ -52,10 +34,10 @@ NUM_RANDOM = 50
 
 def covering_calls(executor):
     """Return calls in which each value of an axis meets all possible values of all other axes."""
-    axes, generator = AXES[executor], random.Random(0)
+    axes, generator = table.AXES[executor], random.Random(0)
     items = [[(name, value) for value in values] for name, values in axes.items()]
     pairs = (pair for sides in combinations(items, 2) for pair in product(*sides))
-    missing = dict.fromkeys(pair for pair in pairs if {*pair} not in IMPOSSIBLE)
+    missing = dict.fromkeys(pair for pair in pairs if {*pair} not in table.IMPOSSIBLE)
     calls = []
     while missing:
         call = dict(next(iter(missing)))
@@ -78,7 +60,7 @@ def _best_value(call, name, values, missing, generator):
     possible = [
         value
         for value in values
-        if not any(pair <= {*call.items(), (name, value)} for pair in IMPOSSIBLE)
+        if not any(pair <= {*call.items(), (name, value)} for pair in table.IMPOSSIBLE)
     ]
     return max(generator.sample(possible, len(possible)), key=number_of_pairs)
 
@@ -87,9 +69,9 @@ def random_call(executor, number):
     """Return a call with random values of all axes and random lengths."""
     generator = random.Random(number)
     while True:
-        call = {name: generator.choice(values) for name, values in AXES[executor].items()}
-        if not any(pair <= {*call.items()} for pair in IMPOSSIBLE):
-            most = max(map(max, AXES[executor]["lengths"]))
+        call = {name: generator.choice(values) for name, values in table.AXES[executor].items()}
+        if not any(pair <= {*call.items()} for pair in table.IMPOSSIBLE):
+            most = max(map(max, table.AXES[executor]["lengths"]))
             return call | {"lengths": (generator.randint(5, most), generator.randint(5, most))}
 
 
@@ -113,15 +95,15 @@ def draw(call, generator):
     """Return the problem of a call and the options of its scores."""
     num_heads, num_kv_heads = call["heads"]
     scored = *call["lengths"], call["batch"], num_heads
-    pattern = MASKS[call["mask"]](*scored)
+    pattern = table.MASKS[call["mask"]](*scored)
     sizes = *call["lengths"], num_heads, num_kv_heads, 16, call["batch"]
     case = Case("matrix", *sizes, call["is_causal"], pattern, call["scale"])
     problem = case.make(call["dtype"])
     if call["has_overlapping_rows"]:
         tensors = {name: overlapping(getattr(problem, name)) for name in ("query", "key", "value")}
         problem = replace(problem, **tensors)
-    drawn = Drawn(problem, generator, [name for name in TERMS if call[name]])
-    drawn.bias = BIASES[call["bias"]](*scored)
+    drawn = Drawn(problem, generator, [name for name in table.TERMS if call[name]])
+    drawn.bias = table.BIASES[call["bias"]](*scored)
     drawn.has_bias_gradient = call["backend"] != "triton"
     drawn.has_slopes_gradient = drawn.has_bias_gradient and generator.random() < 0.5
     return problem, drawn
@@ -134,24 +116,12 @@ def results(call, problem, drawn):
         factors = factors_of(problem, dropout_p=call["dropout_p"], seed=call["seed"])
     if call.get("attn_mask"):
         pattern = problem.pattern or causal() if call["is_causal"] else problem.pattern
-        mask = from_mask(pairs_mask(*call["lengths"]))
+        mask = from_mask(table.pairs_mask(*call["lengths"]))
         problem = replace(problem, pattern=pattern & mask if pattern else mask)
     tensors = {name: getattr(problem, name).double() for name in ("query", "key", "value")}
     exact = expected(replace(problem, **tensors), drawn, factors, torch.float64)
     is_exact = problem.query.dtype == torch.float64
     return exact, exact if is_exact else expected(problem, drawn, factors)
-
-
-def least(attend, name):
-    """Return the least limit of memory, which errors of smaller limits give."""
-    limit = 1
-    while True:
-        try:
-            attend(**{name: limit})
-        except ValueError as error:
-            limit = int(re.search(rf"{name} must be at least (\d+) ", str(error))[1])
-        else:
-            return limit
 
 
 def compute(call, attend, tensors, leaves, grad_output, **options):
@@ -164,7 +134,7 @@ def compute(call, attend, tensors, leaves, grad_output, **options):
     ):
         for name in LIMITS:
             if multiple := call.get(name):
-                given[name] = multiple * least(partial(attend, *tensors, **given), name)
+                given[name] = multiple * table.least(partial(attend, *tensors, **given), name)
         found = attend(*tensors, **given)
         output, lse = found if call["return_lse"] else (found, None)
         if not has_gradients:
@@ -204,7 +174,7 @@ def check(call, attend):
     ]
     options = {"scores": scores, "pattern": problem.pattern}
     if call.get("attn_mask"):
-        options["attn_mask"] = pairs_mask(*call["lengths"])
+        options["attn_mask"] = table.pairs_mask(*call["lengths"])
     grad_output = gradient_of_output(exact[0]).to(call["dtype"])
     found = compute(call, attend, tensors, leaves, grad_output, **options)
     assert_exact(call, found, plain, exact)
@@ -344,10 +314,10 @@ def test_every_pair_on_ranks(ranks, call):
 
 def raises_for_every_hole(executor, attend):
     """Check that the options raise which an executor does not support."""
-    for row, axis in ROWS.items():
-        if (row, executor) in HOLES:
+    for row, axis in table.ROWS.items():
+        if (row, executor) in table.HOLES:
             query = torch.randn(1, 2, 8, 4, requires_grad=row == "gradients")
-            value = next(axes[axis][-1] for axes in AXES.values() if axis in axes)
+            value = next(axes[axis][-1] for axes in table.AXES.values() if axis in axes)
             options = {} if row == "gradients" else {row: value}
             with pytest.raises((TypeError, ValueError, NotImplementedError)):
                 attend(query, query, query, **options)
@@ -365,22 +335,22 @@ def holes_raise_on_rank(group):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", [name for name in FUNCTIONS if name.startswith("Ray")])
+@pytest.mark.parametrize("executor", [name for name in table.FUNCTIONS if name.startswith("Ray")])
 def test_holes_raise_on_ray(cluster, executor):
     raises_for_every_hole(executor, by_ray(cluster, executor))
 
 
 def test_a_cell_says_yes_if_the_executor_has_the_axis():
-    yes = [cell for cell in cells() if cell not in HOLES]
-    assert yes == [(row, executor) for row, executor in cells() if ROWS[row] in AXES[executor]]
+    has_axis = [cell for cell in table.cells() if table.ROWS[cell[0]] in table.AXES[cell[1]]]
+    assert [cell for cell in table.cells() if cell not in table.HOLES] == has_axis
 
 
 def test_the_table_has_every_argument():
-    names = {name for executor in FUNCTIONS for name in parameters(executor)}
-    rows = {row.partition(",")[0] for row in ROWS}
-    assert names - rows == set(OWN) and rows - names == {"gradients"}
+    names = {name for executor in table.FUNCTIONS for name in table.parameters(executor)}
+    rows = {row.partition(",")[0] for row in table.ROWS}
+    assert names - rows == set(table.OWN) and rows - names == {"gradients"}
 
 
 def test_the_table_is_up_to_date():
-    text = PAGE.read_text().partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
-    assert text == format_table()
+    text = table.PAGE.read_text().partition(f"{table.BEGIN}\n")[2].partition(f"\n{table.END}")[0]
+    assert text == table.format_table()

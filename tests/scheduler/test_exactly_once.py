@@ -23,16 +23,31 @@ def live_mask(plan):
 
 
 def assert_owned_once(plan):
-    """Count the owners of every single pair."""
+    """Count the owners of every single pair; tasks hold exactly the groups of their pairs."""
+    blind = max(plan.seqlen_q - plan.seqlen_kv, 0) if plan.is_causal else 0
+    query_groups = [range(max(group.start, blind), group.stop) for group in plan.token_groups]
     counts = np.zeros((plan.seqlen_q, plan.seqlen_kv), dtype=int)
     for task in plan.tasks:
+        own = np.zeros_like(counts)
         for block in task.blocks:
-            queries, keys = (slice(side.start, side.stop) for side in block[:2])
-            part = counts[queries, keys]
+            part = own[slice_of(block.queries), slice_of(block.keys)]
             assert part.shape == (len(block.queries), len(block.keys)), "outside the score matrix"
             part += np.tri(*part.shape, dtype=int) if block.is_causal else 1
+        counts += own
+        queries = [i for i, group in enumerate(query_groups) if own[slice_of(group)].any()]
+        keys = [i for i, group in enumerate(plan.key_groups) if own[:, slice_of(group)].any()]
+        assert task.held_queries == tuple(query_groups[i] for i in queries), plan
+        assert task.held_keys == tuple(plan.key_groups[i] for i in keys), plan
+        held = {*queries, *(i % plan.num_tasks for i in keys)}
+        assert task.held_groups == tuple(sorted(held)), plan
+        sides = task.held_queries, task.held_keys
+        assert task.held_tokens == max(sum(map(len, groups)) for groups in sides)
     assert np.array_equal(counts, live_mask(plan)), plan
     assert plan.live_pairs == counts.sum()
+
+
+def slice_of(tokens):
+    return slice(tokens.start, tokens.stop)
 
 
 @pytest.mark.slow
@@ -94,23 +109,3 @@ def test_blocks_steps_and_counts_of_a_task_agree(num_tasks, is_causal):
             for step in task.steps:
                 assert step.live_pairs == sum(block.num_pairs for block in step.blocks())
                 assert all(a.stop < b.start for a, b in pairwise(step.keys))
-
-
-@KINDS
-@pytest.mark.parametrize("num_tasks", [*range(1, 17), 32])
-def test_a_task_holds_exactly_the_groups_that_its_blocks_need(num_tasks, is_causal):
-    for lengths in [(5, 5), (num_tasks, num_tasks), (50, 50), (50, 75), (75, 50), (0, 9)]:
-        plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
-        blind = max(lengths[0] - lengths[1], 0) if is_causal else 0
-        query_groups = [range(max(g.start, blind), g.stop) for g in plan.token_groups]
-        for task in plan.tasks:
-            needed_queries = {q for block in task.blocks for q in block.queries}
-            needed_keys = {k for block in task.blocks for k in block.keys}
-            queries = [g for g in query_groups if needed_queries & set(g)]
-            keys = [g for g in plan.key_groups if needed_keys & set(g)]
-            assert task.held_queries == tuple(queries), plan
-            assert task.held_keys == tuple(keys), plan
-            groups = {query_groups.index(g) for g in queries}
-            groups |= {plan.key_groups.index(g) % num_tasks for g in keys}
-            assert task.held_groups == tuple(sorted(groups)), plan
-            assert task.held_tokens == max(sum(map(len, queries)), sum(map(len, keys)))

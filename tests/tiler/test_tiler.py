@@ -33,7 +33,8 @@ class Run:
         self.tiler = Tiler(self.plan, *self.answer)
 
     def add(self, *indices):
-        return [self.tiler.add(index, self.partials[index]) for index in indices]
+        for index in indices:
+            self.tiler.add(index, self.partials[index])
 
 
 @pytest.mark.parametrize(
@@ -75,20 +76,17 @@ def test_any_order_of_arrival_is_bitwise_identical(name, dtype):
 @pytest.mark.parametrize(("name", "num_tasks"), [("ragged", 7), ("more-queries-causal", 8)])
 def test_a_group_finishes_with_its_last_partial_and_not_before(name, num_tasks):
     run = Run(name, num_tasks)
-    steps = [[step.query_group for step in task.steps] for task in run.plan.tasks]
-    missing = Counter(group for groups in steps for group in groups)
+    missing = Counter(step.query_group for task in run.plan.tasks for step in task.steps)
     final = {}
-    for index in reversed(range(num_tasks)):
-        missing.subtract(steps[index])
-        complete = {group for group in steps[index] if not missing[group]}
-        (finished,) = run.add(index)
-        assert set(finished) == {run.plan.token_groups[group] for group in complete}
-        assert len(finished) == len(set(finished))
+    for task in reversed(run.plan.tasks):
+        groups = [step.query_group for step in task.steps]
+        missing.subtract(groups)
+        finished = run.tiler.add(task.index, run.partials[task.index])
+        complete = {run.plan.token_groups[group] for group in groups if not missing[group]}
+        assert set(finished) == complete and len(finished) == len(complete)
         for rows in finished:
             final[rows] = run.answer.output[:, :, rows.start : rows.stop].clone()
-            assert final[rows].isfinite().all()
     output = run.tiler.finish().output
-    assert output.isfinite().all()
     for rows, early in final.items():
         assert torch.equal(early, output[:, :, rows.start : rows.stop])
 
@@ -125,25 +123,13 @@ def test_a_task_that_was_added_before_is_refused():
     assert run.tiler.missing == (0, 1, 2, 4, 5, 6)
 
 
-def wrong_last(change):
-    """Spoil the last partial only: the ones before it must not be taken either."""
-    return lambda partials: [*partials[:-1], change(partials[-1])]
-
-
 WRONG = {
-    "too-few": (lambda partials: partials[:-1], "has 4 steps, got 3 partials"),
-    "too-many": (lambda partials: [*partials, partials[0]], "has 4 steps, got 5 partials"),
+    "too few": (lambda partials: partials[:-1], "has 4 steps, got 3 partials"),
     "other order": (lambda partials: partials[::-1], r"step \d: output must be"),
-    "rows": (
-        wrong_last(lambda p: Partial(p.output[:, :, 1:], p.lse[:, :, 1:])),
-        r"step 3: output must be \(2, 4, \d+, 16\) .* got \(2, 4, \d+, 16\)",
+    "the last": (
+        lambda partials: [*partials[:-1], partials[-1]._replace(lse=partials[-1].lse.double())],
+        "step 3: lse must be .* got .* torch.float64",
     ),
-    "batch": (wrong_last(lambda p: Partial(p.output[:1], p.lse[:1])), r"got \(1, 4, \d+, 16\)"),
-    "value-dim": (wrong_last(lambda p: p._replace(output=p.output[..., :8])), r"got \(.*, 8\)"),
-    "dtype": (wrong_last(lambda p: p._replace(output=p.output.half())), "got .* torch.float16"),
-    "lse-shape": (wrong_last(lambda p: p._replace(lse=p.lse[..., None])), "step 3: lse must be"),
-    "lse-dtype": (wrong_last(lambda p: p._replace(lse=p.lse.double())), "got .* torch.float64"),
-    "device": (wrong_last(lambda p: p._replace(output=p.output.to("meta"))), "got .* on meta"),
 }
 
 
@@ -159,17 +145,3 @@ def test_wrong_partials_are_refused_and_nothing_is_taken(assert_right, spoil, me
     assert torch.equal(run.answer.output.nan_to_num(7), before.nan_to_num(7))
     run.add(5)
     assert_right(run.problem, run.tiler.finish())
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_without_keys_every_row_is_empty(is_causal):
-    problem = BY_NAME["full"].make()
-    plan = type(problem)(
-        problem.query, problem.key[:, :, :0], problem.value[:, :, :0], is_causal, 1.0
-    ).make_plan(3)
-    answer = Partial(*(t.fill_(torch.nan) for t in problem.empty_answer()))
-    tiler = Tiler(plan, *answer)
-    for index in range(3):
-        assert tiler.add(index, []) == ()
-    output, lse = tiler.finish()
-    assert (output == 0).all() and (lse == -torch.inf).all()
