@@ -249,7 +249,7 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
     assert "nothing" in run_python(script, tmp_path, TMPDIR=str(short_folder))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize("process", ["gcs_server", "raylet"])
 def test_ray_ends_the_driver_if_one_of_its_servers_is_killed(tmp_path, process):
     script = f"""
@@ -274,6 +274,7 @@ def test_ray_ends_the_driver_if_one_of_its_servers_is_killed(tmp_path, process):
     assert "closed" not in (tmp_path / "home" / "output").read_text()
 
 
+@pytest.mark.long
 def test_an_interrupted_start_or_close_leaves_nothing_behind(tmp_path, short_folder):
     """Ray loses track of its processes where its start is interrupted.
 
@@ -683,7 +684,7 @@ def test_the_memory_monitor_does_not_change_a_bit(tmp_path):
     assert (tmp_path / "mark").exists()
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(99)
 @pytest.mark.parametrize("call", ["cluster.attention(*tensors, num_tasks=13)", "sharded.map(idle)"])
 def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
     script = f"""

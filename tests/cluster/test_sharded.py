@@ -399,18 +399,17 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
     assert before - set(cluster.pids) and len(os.listdir(tmp_path)) == number
 
 
-def test_a_stalled_worker_is_replaced(cluster, problem, undisturbed, monkeypatch):
+def test_a_stalled_worker_is_replaced(pair, problem, undisturbed, monkeypatch):
     """It hangs while the others wait for it in the exchange."""
-    notice_stalls_after(6, cluster, monkeypatch)
-    sharded = cluster.shard(*tensors(problem))
-    victim, start = cluster.pids[2], time.monotonic()
+    notice_stalls_after(5, pair, monkeypatch)
+    sharded = pair.shard(*tensors(problem))
+    victim = pair.pids[1]
     os.kill(victim, signal.SIGSTOP)
-    output = cluster.attention(
+    output = pair.attention(
         sharded, is_causal=True, dropout_p=0.1, seed=1, backend="reference"
     ).to_local()
-    assert torch.equal(output, undisturbed[cluster][0])
-    assert time.monotonic() - start < 60
-    assert victim not in cluster.pids and not os.path.exists(f"/proc/{victim}")
+    assert torch.equal(output, undisturbed[pair][0])
+    assert victim not in pair.pids and not os.path.exists(f"/proc/{victim}")
 
 
 @pytest.mark.sample(9)
@@ -428,6 +427,7 @@ def test_a_worker_that_stalls_alone_is_replaced(pair, is_settled, monkeypatch):
     assert other in pair.pids and victim not in pair.pids
 
 
+@pytest.mark.long
 def test_workers_meet_after_some_have_failed_to(problem):
     """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
     with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from program import run_program
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -22,16 +20,19 @@ def losses(directory: Path):
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
+@pytest.mark.long
 def test_ranks_have_the_losses_of_one_process(runs):
     expected = losses(runs / "one")
     assert losses(runs / "ranks") == pytest.approx(expected, abs=1e-5)
     assert len(expected) == 9 and expected[-1] < expected[0] - 0.05
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_killed(runs):
     assert losses(runs / "resumed") == pytest.approx(losses(runs / "ranks"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_of_shards_that_would_differ_are_rejected(tmp_path):
     pytest.importorskip("transformers")
     from examples.trainer import make_trainer
