@@ -234,6 +234,7 @@ def test_graphs_and_checkpoints(ranks):
 
 def graph_on_rank(group):
     attend = cqs.distributed.attention
+    torch._dynamo.reset()  # of frames that were skipped in other programs
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for dtype in (torch.float64, torch.float32):
         problem = CASE.make(dtype)
