@@ -17,11 +17,12 @@ LAST = ROOT / "tests" / "complete-run.txt"
 FOLDERS = ".", "tests", "tests/distributed", "tests/nn"
 """Where Python looks for modules, besides the folder of a test."""
 READ = {
+    "README.md": "tests/test_documents.py",
     "docs": "tests/test_documents.py",
     "examples": "tests/examples/test_ray_examples.py",
     "notebooks": "tests/test_notebooks.py",
 }
-"""Tests of what is read and not imported, by its folder."""
+"""Tests of what is read and not imported, by its first folder or name."""
 
 
 def git(*arguments: str) -> list[str]:
