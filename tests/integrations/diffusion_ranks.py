@@ -78,7 +78,6 @@ def _complaints_about_ranks():
     """Return the errors of this rank for degrees and orders of calls that do not fit."""
     degrees = {
         "few": {"ring_degree": 2},
-        "many": {"ring_degree": 2, "ulysses_degree": 2},
         "mesh": {"ring_degree": 2, "mesh": init_device_mesh("cpu", (3,), mesh_dim_names=["ring"])},
         "one rank": {"ring_degree": 3 if dist.get_rank() else 2},
     }
