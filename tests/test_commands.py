@@ -1,19 +1,12 @@
 """What the commands refuse, and what they leave behind."""
 
-import argparse
-import importlib
-import importlib.util
-import json
 import os
 import re
-import resource
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
@@ -23,7 +16,7 @@ import torch
 from command_reference import BEGIN, END, PAGE, format_tables
 from safetensors.torch import load_file, save_file
 from support.exact import attend
-from support.files import written_files
+from support.files import files_up_to, written_files
 
 import cqs.patterns as patterns
 from cqs.__main__ import _COMMANDS, main
@@ -31,7 +24,6 @@ from cqs.commands.options import parse_integer
 from cqs.commands.tensor_files import create_tensor
 from cqs.patterns.text import parse_pattern
 from cqs.problem import check_problem
-from cqs.report.measurement import Measurement, append_rows
 from cqs.report.table import Table, show
 from cqs.scheduler import Plan
 from cqs.worker import BACKENDS
@@ -77,43 +69,25 @@ def test_doctor_says_how_to_use_a_gpu_that_pytorch_cannot_use(capsys, monkeypatc
         assert verdict.startswith("Not ready: ") and step in next_step
 
 
-@pytest.mark.parametrize("width", [100, 50])
-def test_a_terminal_shows_the_words_of_plain_text(capsys, monkeypatch, width):
-    command = "simulate --devices 8,64 --kv-heads 8".split()
-    assert main(command) == 0
-    plain = capsys.readouterr().out
+def test_a_terminal_shows_the_words_of_plain_text(capsys, monkeypatch):
+    def printed(**environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert main("simulate --devices 8,64 --kv-heads 8".split()) == 0
+        return capsys.readouterr().out
+
+    plain = printed()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(command) == 0
-    drawn = capsys.readouterr().out
-    if width < 60:
-        assert drawn == plain  # too narrow for the table
-    else:
-        text = re.sub(r"\x1b\[\d*m", "", drawn)
-        assert "\u2500" in text and max(map(len, text.splitlines()[3:-1])) <= width
-        assert sorted(re.findall(r"[^\s\u2500-]+", text)) == sorted(re.findall(r"[^\s-]+", plain))
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert main(command) == 0
-    assert capsys.readouterr().out == plain
+    drawn = re.sub(r"\x1b\[\d*m", "", printed(TERM="xterm", COLUMNS="100"))
+    assert "\u2500" in drawn and max(map(len, drawn.splitlines()[3:-1])) <= 100
+    assert sorted(re.findall(r"[^\s\u2500-]+", drawn)) == sorted(re.findall(r"[^\s-]+", plain))
+    assert printed(COLUMNS="50") == plain, "too narrow for the table"
+    assert printed(COLUMNS="100", NO_COLOR="1") == plain
 
 
-@pytest.fixture
-def without(monkeypatch):
-    """Hide a package that is installed."""
-    find_spec = importlib.util.find_spec
-
-    def hide(package):
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
-        )
-
-    return hide
-
-
-def test_tables_need_no_rich(capsys, monkeypatch, without):
-    without("rich")
+def test_tables_need_no_rich(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(Table(["worker", "share"], [["first", "14.3 %"]]))
     assert capsys.readouterr().out == "worker   share\n------  ------\nfirst   14.3 %\n"
@@ -139,18 +113,6 @@ ATTEND = ["attend", "q.npy", "k.npy", "v.npy", "o.npy"]
 
 def run_attend(*options):
     return main([*ATTEND, "--causal", "--tasks=7", *options])
-
-
-@pytest.mark.parametrize("command", ["plan", "report", "simulate"])
-@pytest.mark.parametrize("causal", ["--causal", "--is-causal", "--no-causal", "--no-is-causal"])
-@pytest.mark.parametrize("prefix", ["--", "--num-"])
-def test_commands_share_a_vocabulary(command, causal, prefix):
-    module = importlib.import_module(f"cqs.commands.{command}")
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    found = parser.parse_args([f"{prefix}heads", "6", f"{prefix}kv-heads", "3", causal])
-    values = list(vars(found).values())
-    assert 6 in values and 3 in values and found.is_causal == ("no" not in causal)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +159,6 @@ def test_integers_are_read_exactly(text, number):
         (f"plan --seqlen 1{'0' * 30}", "seqlen_q must be at most"),
         ("plan --rows 0", "--rows must be at least 1"),
         ("plan --pattern per_head([[causal(),strided(2)]])", "differs by head"),
-        ("attend q.npy k.npy v.npy o.npy --tasks 1e8", "num_tasks must be at most"),
         ("attend q.npy k.npy v.npy o.npy --tasks 5000", "num_tasks must be at most"),
         ("attend q.npy k.npy v.npy o.npy --resume run", "go with --budget"),
         ("attend q.npy k.npy v.npy o.npy --budget 1MB --tasks 3", "--budget cannot be combined"),
@@ -205,7 +166,6 @@ def test_integers_are_read_exactly(text, number):
         ("demo --seqlen 1e17", "too little memory"),
         ("report --tasks 1e8", "--tasks must be at most"),
         ("report --tasks 3,0", "--tasks must be at least 1, got 0"),
-        ("report --seqlen 0", "--seqlen must be at least 1, got 0"),
         ("report --heads 3 --kv-heads 2", "num_heads must be a positive multiple"),
         ("report --seed -1", "--seed must be at least 0, got -1"),
         ("report --pattern strided(", "is no expression"),
@@ -250,16 +210,10 @@ def test_stored_interest_sets_are_listed_and_chosen(capsys):
     assert f"interest set ({chosen})" in capsys.readouterr().out
 
 
-def test_rows_that_are_nested_too_deeply_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("[" * 100_000)
-    assert main(["report", "--out", "."]) == 2
-    assert "rows.jsonl', line 1" in capsys.readouterr().err
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["plan --tasks 700", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [("plan --tasks 700", ""), ("simulate", ""), ("simulate", "1")]
+)
 def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments, unbuffered):
     command = [sys.executable, "-m", "cqs", *arguments.split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -294,12 +248,9 @@ def test_a_picture_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path,
     path = tmp_path / "plan.png"
     command = ["plan", "--seqlen", "70", "--picture", str(path)]
     assert main(command) == 0
-    before, (_, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
+    before = path.read_bytes()
+    with files_up_to(1000):
         assert main(command) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
     assert "File too large" in capsys.readouterr().err
 
@@ -404,7 +355,6 @@ def test_patterns_are_read_as_they_print(text):
         ("causal", "'causal' is neither a literal nor a call of"),
         ("open('owned', 'w')", "is neither a literal nor a call of"),
         ("causal().__class__", "is neither a literal nor a call of"),
-        ("patterns.causal()", "is neither a literal nor a call of"),
         ("(lambda: causal())()", "is neither a literal nor a call of"),
         ("strided([i for i in [3]][0])", "is neither a literal nor a call of"),
         ("strided(*[3])", "is neither a literal nor a call of"),
@@ -576,13 +526,10 @@ def test_attend_keeps_inputs_in_its_resume_directory(files, capsys, name):
     os.rename("k.npy", "run/lse")
     os.symlink("run/lse", "symbolic.npy")
     os.link("run/lse", "hard.npy")
-    os.chdir("run")
-    before = written_files()
-    os.chdir("..")
+    before = written_files("run")
     assert main([*BUDGETED[:2], name, *BUDGETED[3:], "--resume", "run"]) == 2
     assert "--resume must be another file than" in capsys.readouterr().err
-    os.chdir("run")
-    assert written_files() == before
+    assert written_files("run") == before
 
 
 def test_attend_writes_to_no_safetensors_file_that_it_reads(files, capsys):
@@ -650,50 +597,6 @@ def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content,
     assert sorted(os.listdir()) == ["k.npy", "q.npy", "v.npy"]
 
 
-ROW = Measurement("b", "c", "d", 1, "e", "f", 1, 1, 1, 1, 1, commit="")
-
-
-def test_rows_that_do_not_fit_on_the_disk_are_not_begun(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    append_rows([ROW], str(path))
-    before = path.read_bytes()
-    if (child := os.fork()) == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100,) * 2)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            append_rows([ROW, ROW], str(path))
-        except OSError:
-            os._exit(3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert path.read_bytes() == before
-    append_rows([ROW], str(path))
-    assert len(path.read_bytes().splitlines()) == 2
-
-
-def test_rows_of_several_processes_do_not_mix(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    children = []
-    for name in "xyz":
-        if (child := os.fork()) == 0:
-            row = replace(ROW, benchmark=name * 9999)
-            for _ in range(30):
-                append_rows([row, row], str(path))
-            os._exit(0)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
-    names = [json.loads(line)["benchmark"] for line in path.read_bytes().splitlines()]
-    assert sorted(names) == sorted(name * 9999 for name in "xyz" for _ in range(60))
-
-
-def test_a_row_without_an_end_stays_a_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    append_rows([ROW], str(path))
-    path.write_text(path.read_text().rstrip("\n"))
-    append_rows([ROW, ROW], str(path))
-    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["c"] * 3
-
-
 @pytest.mark.ray
 def test_the_demo_kills_a_worker(capsys):
     assert main(["demo", "--seqlen", "8192", "--workers", "2", "--kill"]) == 0
@@ -707,8 +610,8 @@ def test_the_demo_kills_a_worker(capsys):
     assert "float64 on sampled rows: correct" in compared
 
 
-def test_the_demo_runs_without_ray(capsys, without):
-    without("ray")
+def test_the_demo_runs_without_ray(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["demo", "--seqlen", "300"]) == 0
     printed = capsys.readouterr()
     assert "without Ray one process computes all tasks" in printed.out

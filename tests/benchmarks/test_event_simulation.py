@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -66,14 +67,12 @@ def test_steps_with_failures_take_what_the_formula_says():
     On average; Daly, Future Generation Computer Systems 22, 2006, without checkpoints.
     """
     rate, work = 8 / HOUR, 400.0
-    expected = (math.exp(rate * work) - 1) * (1 / rate + FAILING.repair_seconds)
-    found, error = mean(lambda generator: simulate_steps(50.0, 8, 8, FAILING, generator))
-    assert abs(found - expected) < error < 0.1 * expected
-    saved, error = mean(
-        lambda generator: simulate_steps(50.0, 8, 8, FAILING, generator, num_saves=3)
-    )
-    part = (math.exp(rate * work / 4) - 1) * (1 / rate + FAILING.repair_seconds)
-    assert abs(saved - 4 * part) < error < 0.1 * expected
+    for num_saves in (0, 3):
+        simulate = partial(simulate_steps, 50.0, 8, 8, FAILING, num_saves=num_saves)
+        found, error = mean(simulate)
+        parts = num_saves + 1
+        expected = (math.exp(rate * work / parts) - 1) * (1 / rate + FAILING.repair_seconds) * parts
+        assert abs(found - expected) < error < 0.1 * expected
 
 
 def test_devices_that_fail_too_often_are_an_error(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,6 @@ from benchmarks.hosts import Hosts, why_not_hosts
 
 REASON = why_not_hosts()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-
-
-def in_files(folder, program):
-    """Return a program that writes what another returns to a file of each rank."""
-
-    def write():
-        found = program()
-        Path(folder, os.environ["RANK"]).write_text(json.dumps(found))
-
-    return write
 
 
 def fail_on_rank_1():
@@ -63,22 +54,22 @@ def test_links_carry_what_the_plan_promises(tmp_path, capfd, ranks_per_host):
         assert row["details"]["predicted_ms"] > 0
 
 
-def attend_until_a_rank_is_lost():
-    """Return the error of calls, one of which loses a rank."""
+def attend_until_a_rank_is_lost(folder):
+    """Write the error of calls, one of which loses a rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     q = torch.randn(1, 8, 256, 64)
     try:
         for _ in range(10_000):
             cqs.distributed.attention(q, q, q)
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
+        found = type(error).__name__, str(error)
+        Path(folder, os.environ["RANK"]).write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("fault", ["unplug", "freeze", "slow", "part"])
 def test_survivors_raise_when_the_network_fails(tmp_path, fault):
     with Hosts([100.0] * 4) as hosts:
-        processes = hosts.start(in_files(tmp_path, attend_until_a_rank_is_lost))
+        processes = hosts.start(partial(attend_until_a_rank_is_lost, tmp_path))
         time.sleep(4)
         start = time.monotonic()
         if fault == "unplug":

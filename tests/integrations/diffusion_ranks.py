@@ -13,6 +13,7 @@ from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 from diffusers.utils import logging
 from diffusion_models import FAMILIES, HEAD_DIM, SIZES, make_inputs, make_model, passes
+from program import complaint_of
 from ranks import run_as_torchrun
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,11 +36,8 @@ def errors_of(model, family, size, **changes):
     heads, sizes = SIZES[size]
     found = passes(model, make_inputs(family, sizes) | changes)
     if dist.is_initialized():
-        gradients = [*filter(torch.is_tensor, found[1])]
-        dist.all_reduce(joined := torch.cat([*map(torch.flatten, gradients)]))
-        parts = joined.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for gradient in filter(torch.is_tensor, found[1]):
+            dist.all_reduce(gradient)
         if dist.get_rank() > 0:
             return None
     reference = make_model(family, heads)
@@ -53,26 +51,6 @@ def _error(found, expected):
         assert found is None
         return 0.0
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1))
-
-
-def _compiled(size):
-    model = make_parallel("HunyuanVideo", SIZES[size][0], ulysses_degree=dist.get_world_size())
-    (block,) = model.single_transformer_blocks
-    block.compile(backend="aot_eager", fullgraph=True)
-    return errors_of(model, "HunyuanVideo", size)
-
-
-def _checkpointed(size):
-    model = make_parallel("HunyuanVideo", SIZES[size][0]).train()
-    model.enable_gradient_checkpointing()
-    return errors_of(model, "HunyuanVideo", size)
-
-
-def _complaint(call):
-    try:
-        call()
-    except (NotImplementedError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _complaints():
@@ -90,27 +68,26 @@ def _complaints():
     for name, mask in masks.items():
         inputs = make_inputs("Flux", (1, 1, 1, 15) if name == "few tokens" else (1, 1, 12, 12))
         inputs["joint_attention_kwargs"] = {"attention_mask": mask}
-        complaints[name] = _complaint(partial(model, **inputs))
+        complaints[name] = complaint_of(partial(model, **inputs))
     model.set_attention_backend("native")
     inputs = make_inputs("Flux", (1, 1, 4, 2))
-    return complaints | {"other backend": _complaint(partial(model, **inputs))}
+    return complaints | {"other backend": complaint_of(partial(model, **inputs))}
 
 
 def _complaints_about_ranks():
     """Return the errors of this rank for degrees and orders of calls that do not fit."""
     degrees = {
         "few": {"ring_degree": 2},
-        "many": {"ring_degree": 2, "ulysses_degree": 2},
         "mesh": {"ring_degree": 2, "mesh": init_device_mesh("cpu", (3,), mesh_dim_names=["ring"])},
         "one rank": {"ring_degree": 3 if dist.get_rank() else 2},
     }
     native = partial(make_model("Wan", 3).enable_parallelism, config=ContextParallelConfig(3))
     complaints = {
-        name: _complaint(partial(make_parallel, "Wan", 3, **given))
+        name: complaint_of(partial(make_parallel, "Wan", 3, **given))
         for name, given in degrees.items()
     }
     with attention_backend("native"):
-        return complaints | {"order": _complaint(native)}
+        return complaints | {"order": complaint_of(native)}
 
 
 def _bias_of_padding():
@@ -129,11 +106,13 @@ def _bias_of_padding():
 def _special_cases():
     """Return the errors of what one family alone takes, or one way to call a model."""
     size, few = SIZES
+    checkpointed = make_parallel("HunyuanVideo", SIZES[size][0]).train()
+    checkpointed.enable_gradient_checkpointing()
     flux = make_parallel("Flux", SIZES[size][0])
     ltx, timesteps = make_parallel("LTX", SIZES[few][0]), 30 * torch.arange(22).view(2, 11)
     qwen = make_parallel("QwenImage", SIZES[few][0])
     return {
-        "checkpointed": _checkpointed(size),
+        "checkpointed": errors_of(checkpointed, "HunyuanVideo", size),
         "output object": errors_of(flux, "Flux", size, return_dict=True),
         "timesteps of tokens": errors_of(ltx, "LTX", few, timestep=timesteps),
         "fewer text tokens than ranks": errors_of(
@@ -159,7 +138,11 @@ def _print_findings():
         found["complaints about ranks"] = of_ranks = [None] * num_ranks
         dist.all_gather_object(of_ranks, _complaints_about_ranks())
     if num_ranks == 2:
-        errors["compiled"] = _compiled(next(iter(SIZES)))
+        size = next(iter(SIZES))
+        model = make_parallel("HunyuanVideo", SIZES[size][0], ulysses_degree=num_ranks)
+        (block,) = model.single_transformer_blocks
+        block.compile(backend="aot_eager", fullgraph=True)
+        errors["compiled"] = errors_of(model, "HunyuanVideo", size)
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found), flush=True)

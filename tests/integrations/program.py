@@ -16,3 +16,12 @@ def run_program(name, *arguments):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def complaint_of(call):
+    """Return the error that a call raises as text, or None."""
+    try:
+        call()
+    except (NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

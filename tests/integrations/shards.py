@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from program import complaint_of
 from tiny_models import (
     BATCHES,
     TOKENS,
     VOCABULARY,
     make_model,
-    packed_rows,
     passes,
     reference_of,
     with_attention,
@@ -23,24 +23,18 @@ CUTS = (0, 7, 20, TOKENS)
 
 def _part(batch, rank):
     start, stop = list(pairwise(CUTS))[rank]
-    return {name: tensor[:, start:stop] for name, tensor in batch.items()}
+    return {
+        name: each[:, start:stop] if torch.is_tensor(each) else each for name, each in batch.items()
+    }
 
 
-PACKED = {
-    "packed": lambda: packed_rows((10, 1, 22)),
-    "packed at the ends of shards": lambda: packed_rows((7, 3, 10, 13)),
-    "packed as shards": lambda: packed_rows((7, 13, 13)),
-    "packed in one row": lambda: packed_rows((10, 1, 22), (33,), (3, 4, 13, 13)),
-}
-
-
-def error_of_shards(group, family, kind, lengths=None):
+def error_of_shards(group, family, batch, lengths=None):
     """Return the largest error of a rank's outputs, and of the sum of all ranks' gradients.
 
     The lengths of packed sequences are passed to the ranks, besides positions, if they are given.
     """
     register("cqs-of-group", group=group)
-    rank, batch = dist.get_rank(group), (BATCHES | PACKED)[kind]()
+    rank, batch = dist.get_rank(group), dict(batch)
     shape = batch["input_ids"].shape
     batch.setdefault("position_ids", torch.arange(TOKENS).expand(shape[0], -1))
     width = 32 if family == "Bert" else VOCABULARY
@@ -49,10 +43,9 @@ def error_of_shards(group, family, kind, lengths=None):
     model = with_attention(make_model(family), reference_of(family))
     expected = passes(model, weights, **batch)
     model = with_attention(make_model(family), "cqs-of-group")
-    is_cached = {"use_cache": batch.pop("use_cache")} if kind in PACKED else {}
     options = {} if lengths is None else {"cu_seq_lens_q": torch.tensor(lengths).cumsum(0)}
     part, weights = _part(batch, rank), _part({"weights": weights}, rank)["weights"]
-    found = passes(model, weights, **part, **options, **is_cached)
+    found = passes(model, weights, **part, **options)
     output = _part({"output": expected.pop("output")}, rank)["output"]
     live = weights.any(-1)
     errors = [(found.pop("output") - output)[live].abs().max() if live.any() else torch.zeros(())]
@@ -63,32 +56,24 @@ def error_of_shards(group, family, kind, lengths=None):
     return float(max(errors))
 
 
-def _complaint(call):
-    try:
-        call()
-    except (NotImplementedError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def complaints(group):
     """Return what is raised where positions are missing, and for lengths, caches and masks."""
     register("cqs-of-group", group=group)
     rank, batch = dist.get_rank(group), BATCHES["whole"]()
     model = with_attention(make_model("Llama"), "cqs-of-group")
     part = _part(batch, rank)
-    found = {"positions": _complaint(lambda: model(**part))}
+    found = {"positions": complaint_of(lambda: model(**part))}
     ends = torch.tensor([0, part["input_ids"].shape[1]])
-    found["lengths"] = _complaint(lambda: model(**part, cu_seq_lens_q=ends))
+    found["lengths"] = complaint_of(lambda: model(**part, cu_seq_lens_q=ends))
     part |= _part({"position_ids": torch.arange(TOKENS).expand(3, -1)}, rank)
     cache = model(**part).past_key_values
-    found["cache"] = _complaint(lambda: model(part["input_ids"], past_key_values=cache))
+    found["cache"] = complaint_of(lambda: model(part["input_ids"], past_key_values=cache))
     asked = {"output_attentions": True} if rank == 1 else {}
-    found["weights"] = _complaint(lambda: model(**part, **asked))
+    found["weights"] = complaint_of(lambda: model(**part, **asked))
     mask = torch.ones(3, 1, 1, 1).expand(-1, -1, part["input_ids"].shape[1], TOKENS).bool()
     own_mask = {"attention_mask": mask} if rank == 1 else {}
-    found["mask"] = _complaint(lambda: model(**part | own_mask))
+    found["mask"] = complaint_of(lambda: model(**part | own_mask))
     mask = create_causal_mask(model.config, torch.empty(*part["input_ids"].shape, 0), None, None)
-    found["read"] = _complaint(mask.any)
-    assert _complaint(lambda: model(**part)) is None, "what was refused has left nothing behind"
+    found["read"] = complaint_of(mask.any)
+    assert complaint_of(lambda: model(**part)) is None, "what was refused has left nothing behind"
     return found

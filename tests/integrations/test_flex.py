@@ -14,14 +14,9 @@ pytestmark = pytest.mark.slow
 TOKENS = 300
 
 
-def operands(num_kv_heads=4, seqlen_q=TOKENS, seqlen_kv=TOKENS, **options):
-    options = {"dtype": torch.float64, **options}
-    heads = 4, num_kv_heads, num_kv_heads
-    lengths = seqlen_q, seqlen_kv, seqlen_kv
-    return [
-        torch.randn(2, number, length, 16, **options)
-        for number, length in zip(heads, lengths, strict=True)
-    ]
+def operands(num_kv_heads=4, seqlen_q=TOKENS, seqlen_kv=TOKENS):
+    shapes = (4, seqlen_q), (num_kv_heads, seqlen_kv), (num_kv_heads, seqlen_kv)
+    return [torch.randn(2, *shape, 16, dtype=torch.float64) for shape in shapes]
 
 
 def up_to(batch, head, query, key):
@@ -38,23 +33,19 @@ def below_blocks(batch, head, query, key):
     return (query >= 140) & (key < 128)
 
 
-def block_mask(mask_mod, seqlen_q=TOKENS, seqlen_kv=TOKENS, device="cpu", **options):
+def block_mask(mask_mod, seqlen_q=TOKENS, seqlen_kv=TOKENS, **options):
     heads = 4 if mask_mod is near_or_first else None
     return torch_flex.create_block_mask(
-        mask_mod, None, heads, seqlen_q, seqlen_kv, device=device, **options
+        mask_mod, None, heads, seqlen_q, seqlen_kv, device="cpu", **options
     )
 
 
-def by_torch(query, key, value, **options):
+def by_torch(*tensors, **options):
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        aux = torch_flex.AuxRequest(lse=True)
         output, others = torch_flex.flex_attention(
-            query,
-            key,
-            value,
-            enable_gqa=True,
-            return_aux=torch_flex.AuxRequest(lse=True),
-            **options,
+            *tensors, enable_gqa=True, return_aux=aux, **options
         )
     return output, others.lse
 
@@ -133,26 +124,22 @@ def test_a_compiled_function_computes_the_same():
 
 
 def test_what_does_not_fit_is_refused():
-    query, key, value = operands()
-    with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
-        cqs.flex_attention(query, key, value, block_mask=causal())
-    with pytest.raises(TypeError, match="query must be a torch.Tensor, got list"):
-        cqs.flex_attention([1], [1], [1])
-    with pytest.raises(ValueError, match="90"):
-        cqs.flex_attention(query, key, value, block_mask=block_mask(up_to, 90))
+    tensors = query, key, value = operands()
+    few = query, key[:, :2], value[:, :2]
     three = torch_flex.create_block_mask(near_or_first, None, 3, TOKENS, TOKENS, device="cpu")
-    with pytest.raises(ValueError, match="num_heads must be 3 .* got 4"):
-        cqs.flex_attention(query, key, value, block_mask=three)
-    with pytest.raises(TypeError, match="score_mod must be a function or None, got 3"):
-        cqs.flex_attention(query, key, value, 3)
-    with pytest.raises(ValueError, match="without enable_gqa, got 2"):
-        cqs.flex_attention(query, key[:, :2], value[:, :2], enable_gqa=False)
-    with pytest.raises(ValueError, match="return_lse must be False with return_aux"):
-        aux = torch_flex.AuxRequest(lse=True)
-        cqs.flex_attention(query, key, value, return_lse=True, return_aux=aux)
-    with pytest.raises(NotImplementedError, match="return_aux must not request max_scores"):
-        aux = torch_flex.AuxRequest(max_scores=True)
-        cqs.flex_attention(query, key, value, return_aux=aux)
+    lse, most = torch_flex.AuxRequest(lse=True), torch_flex.AuxRequest(max_scores=True)
+    for given, options, error, message in (
+        (tensors, {"block_mask": causal()}, TypeError, "block_mask must be a BlockMask"),
+        (([1], [1], [1]), {}, TypeError, "query must be a torch.Tensor, got list"),
+        (tensors, {"block_mask": block_mask(up_to, 90)}, ValueError, "90"),
+        (tensors, {"block_mask": three}, ValueError, "num_heads must be 3 .* got 4"),
+        (tensors, {"score_mod": 3}, TypeError, "score_mod must be a function or None, got 3"),
+        (few, {"enable_gqa": False}, ValueError, "without enable_gqa, got 2"),
+        (tensors, {"return_lse": True, "return_aux": lse}, ValueError, "return_lse must be False"),
+        (tensors, {"return_aux": most}, NotImplementedError, "must not request max_scores"),
+    ):
+        with pytest.raises(error, match=message):
+            cqs.flex_attention(*given, **options)
 
 
 def test_a_score_function_gives_what_torch_gives():

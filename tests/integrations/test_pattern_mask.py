@@ -126,7 +126,7 @@ EXPORTS = {
 
 def saved(mask):
     buffer = io.BytesIO()
-    torch.save({"mask": mask}, buffer)
+    torch.save(mask, buffer)
     buffer.seek(0)
     return buffer
 
@@ -138,9 +138,7 @@ def test_files_arrays_and_other_processes_get_the_boolean_tensor(name, is_change
     if is_changed:
         mask.logical_not_()
         expected = ~VISIBLE
-    found = EXPORTS[name](mask)
-    found = found["mask"] if isinstance(found, dict) else found
-    assert torch.equal(found, expected) and torch.equal(mask, expected)
+    assert torch.equal(EXPORTS[name](mask), expected) and torch.equal(mask, expected)
 
 
 def test_metadata_is_that_of_the_boolean_tensor():

@@ -28,16 +28,14 @@ def main():
     verdicts = []
     for name in options.suites or SUITES:
         suite = import_module(f"{__package__}.{name}").suite()
-        verdicts.append(judge(suite, _print_failure))
+        verdicts.append(judge(suite))
+        for case, error in verdicts[-1].failed.items():
+            print(f"FAILED {case}: {error}", flush=True)
         if options.out is not None:
             row = asdict(verdicts[-1]) | {"torch_version": torch.__version__, "commit": _commit()}
             replace_row(options.out, "suite", row)  # at once: all suites together take long
     print(format_verdicts(verdicts))
     return int(any(each.failed for each in verdicts))
-
-
-def _print_failure(case, error):
-    print(f"FAILED {case}: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """ONNX: node tests of the operators Attention and FlexAttention."""
 
-from functools import partial, reduce
+from functools import partial
 from importlib import import_module
-from operator import and_
 
 import numpy as np
 import torch
 
 import cqs
 from cqs.integrations.flex import flex_attention
-from cqs.patterns import from_mask, sliding_window
+from cqs.patterns import from_mask
 
 from .framework import NUM_TASKS, Case, Suite, as_tensor, assert_close
 
@@ -96,8 +95,7 @@ def _flex(tensors, options):
     mods = {"prob_mod": options["prob_mod"]} if "prob_mod" in options else {}
     if "score_mod" in options:
         mods["score_mod"] = _score_mod(options["score_mod"])
-    output = flex_attention(*operands, scale=options.get("scale"), num_tasks=NUM_TASKS, **mods)
-    return output
+    return flex_attention(*operands, scale=options.get("scale"), num_tasks=NUM_TASKS, **mods)
 
 
 _OPERATORS = {
@@ -134,8 +132,7 @@ def _score_mod(graph):
                 values[node.output[0]] = positions
             else:
                 values[node.output[0]] = _OPERATORS[node.op_type](*operands)
-        found = values[graph.output[0].name]
-        return found
+        return values[graph.output[0].name]
 
     return score_mod
 
@@ -181,7 +178,7 @@ def _split(rows, num_heads):
 
 
 def _pattern(tensors, options, past, lengths):
-    """Intersect the causal mask, the window and the lengths of a test.
+    """Return the pairs within the causal mask, the window and the lengths of a test.
 
     Args:
         tensors: The inputs of the operator.
@@ -189,31 +186,17 @@ def _pattern(tensors, options, past, lengths):
         past: Number of cached keys, which precede the first query.
         lengths: Number of queries, and of keys with those of the cache.
     """
-    seqlen_q, seqlen_kv = lengths
-    sides = [options.get(f"{side}_window_size", -1) for side in ("left", "right")]
-    left, right = (None if side < 0 else side for side in sides)
-    right = 0 if options.get("is_causal") else right
-    patterns = []
+    query, key = np.ogrid[: lengths[0], : lengths[1]]
+    ends = lengths[1]
     if "lengths" in tensors:
         ends = tensors["lengths"].numpy()[:, None, None, None]
-        patterns.append(from_mask(np.arange(seqlen_kv) < ends + np.zeros((seqlen_q, 1), int)))
-        patterns += _windows(left, right, ends - seqlen_q, lengths)
-    elif past == seqlen_kv - seqlen_q:
-        patterns.append(sliding_window(left, right))
-    else:
-        patterns += _windows(left, right, np.array(past), lengths)
-    return reduce(and_, patterns) if patterns else None
-
-
-def _windows(left, right, offset, lengths):
-    """Return the pattern in which query i is at position ``i + offset``, if it has limits."""
-    if left is None and right is None:
-        return []
-    query, key = np.ogrid[: lengths[0], : lengths[1]]
-    ahead = key - query - offset
-    mask = np.ones(ahead.shape, bool)
-    if left is not None:
-        mask &= ahead >= -left
-    if right is not None:
-        mask &= ahead <= right
-    return [from_mask(mask)]
+        past = ends - lengths[0]
+    ahead = key - query - past
+    left = options.get("left_window_size", -1)
+    right = 0 if options.get("is_causal") else options.get("right_window_size", -1)
+    visible = (key < ends) & (query >= 0)
+    if left >= 0:
+        visible = visible & (ahead >= -left)
+    if right >= 0:
+        visible = visible & (ahead <= right)
+    return from_mask(visible)

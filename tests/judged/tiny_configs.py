@@ -52,9 +52,7 @@ def _options_of(kind, are_sizes_ruled):
         parameters = inspect.signature(kind.__init__).parameters
         values = {name: each.default for name, each in parameters.items()}
     parts = getattr(kind, "sub_configs", {})
-    layers = max(
-        [values.get(each) or 0 for each in _LAYERS if isinstance(values.get(each), int)] + [3]
-    )
+    layers = max([3, *(each for each in map(values.get, _LAYERS) if isinstance(each, int))])
     options = {}
     for name, value in values.items():
         if name.startswith("_") or name in parts:
@@ -78,9 +76,8 @@ def _options_of(kind, are_sizes_ruled):
         given = getattr(default, name, None)
         if isinstance(given, PreTrainedConfig):
             part = type(given)
-        if not isinstance(part, type) or part is PreTrainedConfig:
-            continue
-        if not issubclass(part, PreTrainedConfig):
+        is_known = isinstance(part, type) and issubclass(part, PreTrainedConfig)
+        if not is_known or part is PreTrainedConfig:
             continue
         options[name] = _options_of(part, are_sizes_ruled)
         if isinstance(given, PreTrainedConfig) and given.model_type:

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import warnings
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -94,9 +95,14 @@ def judge_family(family):
 
 def _by_code(family):
     """Return what the code of a family tells of one of which no model was made."""
-    layers, code = _own_layers(family), _code_of(family)
+    code = "".join(path.read_text() for path in _files_of(family))
     if "ALL_ATTENTION_FUNCTIONS" in code:
         return {}
+    layers = sorted(
+        re.match(r"\w+", part)[0]
+        for part in re.split(r"^class (?=\w+)", code, flags=re.MULTILINE)[1:]
+        if re.match(r"\w*Attention\w*\(nn\.Module\)", part) and "get_interface" not in part
+    )
     if layers:
         return {"outcome": "own attention", "layers": layers, "reason": "by its code"}
     if re.search("AutoModel|AutoBackbone|load_backbone", code):
@@ -107,20 +113,6 @@ def _by_code(family):
 def _files_of(family):
     folder = Path(transformers.__file__).parent / "models" / family
     return sorted(folder.glob("modeling_*.py"))
-
-
-def _code_of(family):
-    return "".join(path.read_text() for path in _files_of(family))
-
-
-def _own_layers(family):
-    """Return the names of a family's layers of attention that do not use the interface."""
-    parts = re.split(r"^class (?=\w+)", _code_of(family), flags=re.MULTILINE)[1:]
-    return sorted(
-        re.match(r"\w+", part)[0]
-        for part in parts
-        if re.match(r"\w*Attention\w*\(nn\.Module\)", part) and "get_interface" not in part
-    )
 
 
 def _models_of(family):
@@ -192,13 +184,20 @@ def _judge(model_class):
     return {"outcome": "computed" if spy.call_count else "own attention", **row}
 
 
-def results_of_cqs(model, batch):
-    """Return the results of a model with attention by cqs, and a mock with its calls."""
+@contextmanager
+def counted(name):
+    """Give a mock that computes the layers of an attention implementation."""
     mapping = AttentionInterface._global_mapping
-    calls = {"cqs": (spy := mock.Mock(side_effect=mapping["cqs"]))}
+    calls = {name: (spy := mock.Mock(side_effect=mapping[name]))}
     with mock.patch.dict(mapping, calls):
         with mock.patch.dict("cqs.integrations.own_attention._attend_of", calls):
-            return results_of(with_attention(model, "cqs"), batch), spy
+            yield spy
+
+
+def results_of_cqs(model, batch):
+    """Return the results of a model with attention by cqs, and a mock with its calls."""
+    with counted("cqs") as spy:
+        return results_of(with_attention(model, "cqs"), batch), spy
 
 
 def _new_model(model_class, are_sizes_ruled, implementation):
@@ -283,21 +282,23 @@ def deviation(found, expected):
     return max(errors) if all(map(torch.isfinite, map(torch.tensor, errors))) else float("inf")
 
 
+_FEATURES = {
+    "s_aux": "sinks",
+    "softcap": "soft cap",
+    "position_bias": "bias",
+    "indices": "sparse indices",
+}
+"""Argument of an attention function -> what a layer asks for by it."""
+
+
 def _features_of(spy):
     """Return what layers asked for, beyond a mask."""
     found = set()
     for call in spy.call_args_list:
-        asked, mask = call.kwargs, call.kwargs.get("attention_mask")
-        mask = call.args[4] if len(call.args) > 4 else mask
-        is_bias = mask is not None and mask.is_floating_point() and _has_bias(mask)
-        for name, is_asked in (
-            ("sinks", asked.get("s_aux") is not None),
-            ("soft cap", asked.get("softcap") is not None),
-            ("bias", asked.get("position_bias") is not None or is_bias),
-            ("sparse indices", asked.get("indices") is not None),
-        ):
-            if is_asked:
-                found.add(name)
+        mask = call.args[4] if len(call.args) > 4 else call.kwargs.get("attention_mask")
+        if mask is not None and mask.is_floating_point() and _has_bias(mask):
+            found.add("bias")
+        found |= {_FEATURES[name] for name in _FEATURES if call.kwargs.get(name) is not None}
     return sorted(found)
 
 

@@ -41,10 +41,10 @@ WIDE = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "feed_forward_si
 
 
 TRAININGS = {
-    "pattern of each head": (make_block, (2, 2), {"pattern": OF_HEADS}, {}),
-    "not causal": (make_block, (3, 2), {"is_causal": False, "pattern": AROUND}, {}),
-    "a thousand features": (make_block, (1, 2), WIDE, {"tokens": 17, "batch": 1}),
-    "a row for each rank": (make_block, (3, 2), {}, {"tokens": 6}),
+    "pattern of each head": (make_decoder, (2, 2), {"patterns": [OF_HEADS]}, {}),
+    "not causal": (make_decoder, (3, 2), {"is_causal": False, "patterns": [AROUND]}, {}),
+    "a thousand features": (make_decoder, (1, 2), WIDE, {"tokens": 17, "batch": 1}),
+    "a row for each rank": (make_decoder, (3, 2), {}, {"tokens": 6}),
     "compiled": (make_compiled, (1, 2), {"patterns": [WINDOW]}, {}),
     "2 x 1": (make_decoder, (2, 1), {"patterns": [WINDOW, None]}, {"steps": 2}),
     "1 x 4": (make_decoder, (1, 4), {"patterns": [WINDOW, None]}, {"steps": 2}),
@@ -54,9 +54,9 @@ TRAININGS = {
 
 @pytest.mark.parametrize(("make", "shape", "options", "sizes"), TRAININGS.values(), ids=TRAININGS)
 def test_a_block_trains_as_on_one_device(mesh_ranks, make, shape, options, sizes):
-    """Also decoders of several blocks."""
-    arguments = make, shape, options
-    errors = mesh_ranks.run(shape[0] * shape[1], largest_differences, *arguments, **sizes)
+    """In a decoder of one block or two."""
+    num_ranks = shape[0] * shape[1]
+    errors = mesh_ranks.run(num_ranks, largest_differences, make, shape, options, **sizes)
     assert max(map(max, errors)) < 1e-11
 
 
@@ -131,7 +131,7 @@ def test_a_block_is_llamas():
 def test_a_compiled_decoder_trains_as_one_that_is_not(one_thread):
     """Compiled once for one length and once for any."""
     for tokens, stance in ((29, "default"), (31, "default"), (40, "fail_on_recompile")):
-        data, found = draw(make_decoder, tokens, 2), []
+        data, found = draw(tokens, 2), []
         with torch.compiler.set_stance(stance):
             for make in (make_decoder, make_compiled):
                 torch.manual_seed(0)

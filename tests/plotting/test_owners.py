@@ -1,14 +1,15 @@
-"""Pictures of plans show every live pair in the colour of its owner."""
+"""Pictures of plans show every live pair in the colour of its owner, which can be told apart."""
 
+import colorspacious
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgba
+from matplotlib.colors import to_rgb, to_rgba
 
 from cqs import make_plan
 from cqs.patterns import causal, from_mask, global_tokens, sliding_window, strided
 from cqs.plotting import plot_owners, save_owners
-from cqs.plotting.colors import task_colors
+from cqs.plotting.colors import letter_color, task_colors
 
 
 def colors(num_tasks):
@@ -55,11 +56,9 @@ def test_long_plans_of_patterns_are_drawn_by_parts_of_groups():
     spans = [range(*pair) for pair in zip(edges[:-1], edges[1:], strict=True)]
     for i, queries in enumerate(spans):
         for j in range(max(i - 2, 0), min(i + 2, len(spans))):
-            count = bound.count(queries, spans[j])
-            assert (image[i, j, 3] > 0) == (count > 0)
-            if count:
-                share = count / (len(queries) * len(spans[j]))
-                assert image[i, j, 3] == pytest.approx(0.6 + 0.4 * share, abs=1e-6)
+            share = bound.count(queries, spans[j]) / (len(queries) * len(spans[j]))
+            opacity = 0.6 + 0.4 * share if share else 0
+            assert image[i, j, 3] == pytest.approx(opacity, abs=1e-6)
     assert not np.triu(image[..., 3], 1).any() and not np.tril(image[..., 3], -2).any()
 
 
@@ -93,3 +92,49 @@ def test_one_worker_can_be_shown_alone(pattern):
 def test_plans_of_hardly_anything_can_be_drawn(tmp_path, lengths, pattern):
     save_owners(make_plan(*lengths, num_tasks=3, pattern=pattern), tmp_path / "plan.png")
     assert not plt.get_fignums(), "saving leaves no figure open"
+
+
+SIGHTS = (None, "protanomaly", "deuteranomaly", "tritanomaly")
+
+
+def perceived(colors):
+    """CAM02-UCS ``[4, ..., 3]`` of sRGB in [0, 1]: of normal sight, and without a kind of cones."""
+    seen = []
+    for sight in SIGHTS:
+        space = "sRGB1" if sight is None else {"name": "sRGB1+CVD", "cvd_type": sight}
+        severe = space if sight is None else space | {"severity": 100}
+        rgb = np.clip(colorspacious.cspace_convert(colors, severe, "sRGB1"), 0, 1)
+        seen.append(colorspacious.cspace_convert(rgb, "sRGB1", "CAM02-UCS"))
+    return np.stack(seen)
+
+
+def neighbours(plan):
+    """The pairs of tasks whose pairs of tokens touch, as two arrays."""
+    painted = owners(plan)
+    sides = [(painted[1:], painted[:-1]), (painted[:, 1:], painted[:, :-1])]
+    touching = np.concatenate([np.stack(side).reshape(2, -1) for side in sides], axis=1)
+    return touching[:, (touching[0] != touching[1]) & touching.all(axis=0)] - 1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_tasks", "least"), [(3, 45), (8, 18), (31, 8), (111, 3.9)])
+def test_neighbours_can_be_told_apart(num_tasks, least, is_causal):
+    """A difference of 1 is about the smallest that is seen."""
+    first, second = neighbours(make_plan(4 * num_tasks, num_tasks=num_tasks, is_causal=is_causal))
+    seen = perceived(np.array([to_rgb(color) for color in task_colors(num_tasks)]))
+    difference = np.linalg.norm(seen[:, first] - seen[:, second], axis=-1)
+    assert difference.min() >= least, dict(zip(SIGHTS, difference.min(axis=1), strict=True))
+
+
+def test_letters_contrast_with_every_colour():
+    def luminance(color):
+        return colorspacious.cspace_convert(to_rgb(color), "sRGB1", "XYZ1")[1]
+
+    for color in task_colors(128):
+        light, dark = sorted((luminance(color), luminance(letter_color(color))), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, color
+
+
+def test_beyond_128_colours_repeat():
+    assert task_colors(130)[128:] == task_colors(2)
+    assert len(set(task_colors(128))) == 128

@@ -25,12 +25,7 @@ def draw_small_panels(length):
     return plot_density(longformer(512, 64), length, axes=panels.flat[-1])
 
 
-def draw_timeline(num_tasks, num_processes):
-    report = make_report(num_tasks, num_processes)
-    failure = 1, "node 0", report.seconds / 2, (0, 1)
-    return plot_timeline(make_report(num_tasks, num_processes, [failure]))
-
-
+FAILURE = 1, "node 0", 0.7, (0, 1)
 MIXED = strided(512) | sliding_window(1000, 1000)
 SECTIONS = {name: each for name, each in vars(sections).items() if isinstance(each, Section)}
 PICTURES = {
@@ -40,8 +35,8 @@ PICTURES = {
     "small panels": lambda: draw_small_panels(10),
     "panels": lambda: draw_small_panels(10**6),
     "density": lambda: plot_density(MIXED, 10**6),
-    "short timeline": lambda: draw_timeline(3, 2),
-    "timeline": lambda: draw_timeline(111, 111),
+    "short timeline": lambda: plot_timeline(make_report(3, 2, [FAILURE])),
+    "timeline": lambda: plot_timeline(make_report(111, 111, [FAILURE])),
 } | {
     f"{name}, {len(workers)} rows": partial(section.plot, make_rows(workers, "ray"))
     for (name, section), workers in product(SECTIONS.items(), [(7,), MANY])

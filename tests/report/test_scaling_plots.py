@@ -7,8 +7,10 @@ import pytest
 from scaling_rows import MANY, make_rows
 
 from cqs.report import sections
+from cqs.report.sections import Section
 
 ROWS = make_rows(executor="ray")
+SECTIONS = {name: each for name, each in vars(sections).items() if isinstance(each, Section)}
 
 
 def lines_of(axes):
@@ -20,29 +22,14 @@ def lines_of(axes):
     }
 
 
-@pytest.mark.parametrize(
-    ("section", "label", "quantity"),
-    [
-        (sections.SHARES, "share", lambda row: 100 * row.held_tokens / row.tokens),
-        (sections.SHARES, r"$1/\sqrt{W}$", lambda row: 100 / row.num_tasks**0.5),
-        (sections.MEMORY, "measured MiB", lambda row: row.peak_bytes / 2**20),
-        (sections.MEMORY, "predicted MiB", lambda row: row.predicted_bytes / 2**20),
-        (sections.TRAFFIC, "MiB in", lambda row: row.bytes_in / 2**20),
-        (sections.TRAFFIC, "MiB out", lambda row: row.bytes_out / 2**20),
-        (sections.TIMES, "slowest", lambda row: row.slowest_ms),
-        (sections.TIMES, "mean", lambda row: row.mean_ms),
-        (sections.TIMES, "merge", lambda row: row.merge_ms),
-        (sections.TIMES, "transfer", lambda row: row.transfer_ms),
-        (sections.SPEEDUP, "over one task", lambda row: row.speedup),
-        (sections.SPEEDUP, "over dense", lambda row: 1 / row.ratio),
-        (sections.SPEEDUP, "devices", lambda row: min(row.num_tasks, 2)),
-    ],
-)
-def test_a_line_has_the_numbers_of_the_rows(section, label, quantity):
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+def test_a_picture_has_the_numbers_of_the_rows(section):
     _, axes = plt.subplots()
     assert section.plot(ROWS, axes) is axes
-    expected = {row.num_tasks: pytest.approx(quantity(row)) for row in ROWS}
-    assert lines_of(axes)[label] == expected
+    assert lines_of(axes) == {
+        name: {row.num_tasks: sections.QUANTITIES[name].of(row) for row in ROWS}
+        for name in section.lines
+    }
 
 
 @pytest.mark.parametrize(
