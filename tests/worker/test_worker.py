@@ -33,9 +33,9 @@ EVERY_DEVICE = pytest.mark.parametrize(
 )
 
 
-def make_for(backend, case, *dtype_and_device, **options):
+def make_for(backend, case, dtype=torch.float32, device="cpu"):
     """The problem of a case; skips the test where the backend cannot take it."""
-    problem = case.make(*dtype_and_device, **options)
+    problem = case.make(dtype, device)
     if reason := BACKENDS[backend].why_not(*tensors_of(problem)):
         pytest.skip(reason)
     return problem
@@ -166,7 +166,10 @@ def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_tasks, name):
 @pytest.mark.parametrize(
     ("backend", "tokens", "pattern"),
     [
-        ("triton", 256, None),
+        ("triton", 192, None),
+        ("triton", 192, sliding_window(40, 0)),
+        ("triton", 192, strided(9)),
+        ("triton", 192, RANDOM),
         ("reference", 1500, None),
         ("reference", 2000, PATTERNS["longformer"]),
     ],
@@ -177,17 +180,6 @@ def test_predicted_peak_is_what_a_task_holds(backend, tokens, pattern, dtype, dr
     case = Case("peak", tokens, tokens, 4, 2, 64, pattern=pattern)
     problem = replace(make_for(backend, case, dtype), dropout=dropout)
     assert_as_predicted(problem, 3, backend)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [sliding_window(40, 0), strided(8), strided(9), longformer(40, 3), RANDOM],
-    ids=["window", "strided", "strided-ragged", "longformer", "mask"],
-)
-def test_the_plain_kernel_holds_what_was_predicted(pattern):
-    """In its interpreter."""
-    problem = make_for("triton", Case("memory", 192, 192, 8, 4, 64, pattern=pattern))
-    assert_as_predicted(problem, 3, "triton")
 
 
 @pytest.mark.gpu
