@@ -43,10 +43,10 @@ STORAGES = {
 """Name -> function that stores a tensor in another layout."""
 
 
-def attend(problem, backend, num_tasks=1):
+def attend(problem, backend, num_tasks=1, **options):
     """Attend on a backend, or skip with the reason for which a library does not take a call."""
     try:
-        return exact.attend(problem, backend=backend, num_tasks=num_tasks)
+        return exact.attend(problem, backend=backend, num_tasks=num_tasks, **options)
     except NotImplementedError as reason:
         if backend in ("cpu", "reference"):
             raise

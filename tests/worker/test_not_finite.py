@@ -68,7 +68,8 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     leaves = [problem.query, problem.key, problem.value]
     for leaf in leaves:
         leaf.requires_grad_()
-    output, lse = attend(problem, backend, num_tasks)
+    leaks = backend not in ("cpu", "reference")  # kernels for GPUs multiply masked values by 0
+    output, lse = attend(problem, backend, num_tasks, verify=math.isnan(entry) and not leaks)
     gradients = torch.autograd.grad(output.sum(), leaves)
     visible = mask_of(problem)
     with torch.no_grad():
@@ -77,8 +78,8 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert (~output.isfinite()).any(-1)[broken].all()
     assert (~lse.isfinite())[broken_lse].all()
     sound, sound_lse = ~broken, ~broken_lse
-    if backend not in ("cpu", "reference"):
-        sound[:, 2] = False  # kernels for GPUs multiply values that are masked out by 0
+    if leaks:
+        sound[:, 2] = False
     assert lse[sound_lse].isfinite().all()
     error = (output[sound].double() - right[sound]).abs()
     assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
