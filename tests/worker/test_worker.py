@@ -166,10 +166,7 @@ def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_tasks, name):
 @pytest.mark.parametrize(
     ("backend", "tokens", "pattern"),
     [
-        ("triton", 192, None),
-        ("triton", 192, sliding_window(40, 0)),
-        ("triton", 192, strided(9)),
-        ("triton", 192, RANDOM),
+        ("triton", 256, None),
         ("reference", 1500, None),
         ("reference", 2000, PATTERNS["longformer"]),
     ],
@@ -180,6 +177,17 @@ def test_predicted_peak_is_what_a_task_holds(backend, tokens, pattern, dtype, dr
     case = Case("peak", tokens, tokens, 4, 2, 64, pattern=pattern)
     problem = replace(make_for(backend, case, dtype), dropout=dropout)
     assert_as_predicted(problem, 3, backend)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [sliding_window(40, 0), strided(8), strided(9), longformer(40, 3), RANDOM],
+    ids=["window", "strided", "strided-ragged", "longformer", "mask"],
+)
+def test_the_plain_kernel_holds_what_was_predicted(pattern):
+    """In its interpreter."""
+    problem = make_for("triton", Case("memory", 192, 192, 8, 4, 64, pattern=pattern))
+    assert_as_predicted(problem, 3, "triton")
 
 
 @pytest.mark.gpu
