@@ -14,8 +14,11 @@ def define(problem, scores, factors=1.0):
     group_size = problem.query.shape[1] // problem.key.shape[1]
     key, value = (t.repeat_interleave(group_size, 1) for t in (problem.key, problem.value))
     found = problem.scale * problem.query @ key.mT
-    batch, num_heads, seqlen_q, seqlen_kv = found.shape
-    queries, keys = torch.arange(seqlen_q).unsqueeze(-1), torch.arange(seqlen_kv)
+    _, num_heads, seqlen_q, seqlen_kv = found.shape
+    batches, heads, queries, keys = (
+        torch.arange(size, device=found.device).view(-1, *[1] * (3 - dim))
+        for dim, size in enumerate(found.shape)
+    )
     if scores.softcap is not None:
         found = scores.softcap * torch.tanh(found / scores.softcap)
     if scores.alibi_slopes is not None:
@@ -24,9 +27,7 @@ def define(problem, scores, factors=1.0):
     if scores.bias is not None:
         found = found + scores.bias.to(found.dtype)
     if scores.score_mod is not None:
-        batches, heads = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(num_heads)
-        dtype = found.dtype
-        found = scores.score_mod(found, batches, heads.view(-1, 1, 1), queries, keys).to(dtype)
+        found = scores.score_mod(found, batches, heads, queries, keys).to(found.dtype)
     if (mask := visible_mask(problem)) is not None:
         found = found.masked_fill(~mask, -torch.inf)
     sinks = scores.sinks if scores.sinks is not None else found.new_full((num_heads,), -torch.inf)
@@ -60,7 +61,7 @@ class Drawn:
         """Draw the options of these names."""
         batch, num_heads, seqlen_q, _ = problem.query.shape
         self.seed = generator.randrange(2**31)
-        self.dtype = problem.query.dtype
+        self.dtype, self.device = problem.query.dtype, problem.query.device
         self.sinks = (num_heads,) if "sinks" in names else None
         self.softcap = generator.choice([0.5, 3.0]) if "softcap" in names else None
         shapes = [(num_heads,), (batch, num_heads)]
@@ -77,7 +78,8 @@ class Drawn:
 
         def draw(shape, requires_grad=True):
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn.to(self.dtype).to(dtype or self.dtype).requires_grad_(requires_grad)
+            drawn = drawn.to(self.device, self.dtype).to(dtype or self.dtype)
+            return drawn.requires_grad_(requires_grad)
 
         sinks = None if self.sinks is None else draw(self.sinks)
         slopes = None if self.slopes is None else draw(self.slopes, False).abs() / 8

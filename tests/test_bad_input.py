@@ -1,8 +1,8 @@
 """Whatever is wrong with an argument, the error is of the right type and quotes the argument."""
 
-import json
 from fractions import Fraction
 from inspect import signature
+from itertools import count
 from operator import attrgetter
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 import cqs
 from cqs.arguments import ADVICE
-from cqs.patterns import causal
+from cqs.patterns import causal, from_mask, per_head, sliding_window
 from cqs.scheduler import (
     AttentionShape,
     Grid2D,
@@ -48,16 +48,6 @@ def shape(**changes):
     return lambda: AttentionShape(**{"num_heads": 8, "head_dim": 64, **changes})
 
 
-def read(**changes):
-    """Read a plan from JSON, valid except the changes."""
-    text = cqs.make_plan(70, num_tasks=7).to_json(list_tasks=True)
-    return lambda: cqs.Plan.from_json(json.dumps({**json.loads(text), **changes}))
-
-
-def read_text(text):
-    return lambda: cqs.Plan.from_json(text)
-
-
 def masked(mask, **changes):
     """Call ``cqs.attention`` with an attn_mask, for two KV heads."""
     return attend(attn_mask=mask, key=tensor(2, 2, 10, 8), value=tensor(2, 2, 10, 8), **changes)
@@ -67,8 +57,8 @@ def scored(**options):
     return attend(scores=cqs.Scores(**options))
 
 
-def modified(score_mod, **changes):
-    return attend(scores=cqs.Scores(score_mod=score_mod), **changes)
+def modified(score_mod):
+    return scored(score_mod=score_mod)
 
 
 def choose(score, batch, head, query, key):
@@ -76,6 +66,7 @@ def choose(score, batch, head, query, key):
 
 
 JAGGED = torch.nested.nested_tensor([tensor(4, 10, 8)] * 2, layout=torch.jagged)
+BY_HEAD = per_head([[causal(), sliding_window(3)]])
 META, WIDE = tensor(device="meta"), tensor(dtype=torch.float64)
 BAD = [
     # Masks.
@@ -111,12 +102,6 @@ BAD = [
     (modified(lambda s, *_: s * s.item()), ValueError, r"score_mod must .* no .item"),
     (modified(lambda s, *_: torch.from_numpy(np.asarray(s))), ValueError, "PyTorch's functions"),
     (modified(lambda s, *_: s + torch.rand(())), ValueError, "no .* random numbers"),
-    (modified(lambda s, *_: s, backend="cpu"), NotImplementedError, "'cpu' .* with score_mod"),
-    (
-        attend(scores=cqs.Scores(bias=tensor(10, 10, requires_grad=True)), backend="cpu"),
-        NotImplementedError,
-        "backend 'cpu' does not support scores with gradient of bias",
-    ),
     (masked(tensor(10, 10), backend="cudnn"), NotImplementedError, "'cudnn' .* with bias"),
     # What is no tensor, or no tensor that attention is defined for.
     (attend(query=[[1.0]]), TypeError, "query must be a torch.Tensor, got list"),
@@ -157,9 +142,6 @@ BAD = [
     (attend(executor="spark"), ValueError, "executor .* got 'spark'"),
     (attend(progress="loud"), TypeError, "progress.*'loud'"),
     (attend(memory_budget=None), TypeError, r"memory_budget: call cqs\.streaming\.attention"),
-    (attend(device=None), TypeError, r"device: call cqs\.streaming\.attention"),
-    (attend(out=None), TypeError, r"out: call cqs\.streaming\.attention"),
-    (attend(resume=None), TypeError, r"resume: call cqs\.streaming\.attention"),
     (attend(qeury=tensor()), TypeError, "unexpected keyword argument 'qeury'"),
     # Dropout.
     (attend(dropout_p=1.0), ValueError, r"dropout_p must be in \[0, 1\)"),
@@ -180,6 +162,13 @@ BAD = [
     (plan(kind=Hosts(Quorums(), 2)), ValueError, "size .* 7, got 2"),
     (lambda: Hosts("rows", 2), TypeError, "outer must be .* got 'rows'"),
     (lambda: cqs.make_plan(70, num_tasks=7).task(7), ValueError, "index .* got 7"),
+    (lambda: cqs.make_plan(70, num_tasks=7).task(-1), ValueError, r"range\(7\), got -1"),
+    (plan(pattern="causal()"), TypeError, "pattern must be .*Pattern or None, got 'causal"),
+    (plan(pattern=causal), TypeError, "pattern must be .*Pattern or None, got <function"),
+    (lambda: cqs.Plan.from_json("{}", 3), TypeError, "pattern must be .* None, got 3"),
+    (plan(pattern=BY_HEAD), ValueError, "differs by head"),
+    (plan(pattern=BY_HEAD, is_causal=True), ValueError, "differs by head"),
+    (plan(pattern=from_mask(np.ones((4, 4), dtype=bool))), ValueError, "requires lengths"),
     # Interest sets.
     (check([]), ValueError, r"interest_set must contain 0, got \(\)"),
     (check([0, 1, 1, 3]), ValueError, r"repeats an element: \(0, 1, 1, 3\)"),
@@ -188,6 +177,11 @@ BAD = [
     (check([0, (1, 3)]), TypeError, r"must hold integers, got \(1, 3\)"),
     (check([0, 1, 3], 8), ValueError, "modulo 8: no two elements differ by 4"),
     (lambda: load_interest_set(0), ValueError, "num_tasks .* got 0"),
+    (check([0], 0), ValueError, "num_tasks must be at least 1, got 0"),
+    (check([0], 10**400), ValueError, "num_tasks must be at most 262144, got "),
+    (check(range(10**12), 2**18), ValueError, "interest_set must have at most 4096 elements"),
+    (check(count(), 2**18), ValueError, "interest_set must have at most 4096 elements"),
+    (check([0, 10**5000]), ValueError, r"must lie in range\(7\), got 16610 bits"),
     (check(np.array([False, True])), TypeError, "integers, got np.False_"),
     (check(np.array([[0, 1, 3]])), TypeError, r"got array\(\[0, 1, 3\]\)"),
     # Shapes of which costs are predicted.
@@ -195,24 +189,17 @@ BAD = [
     (shape(batch=-1), ValueError, "batch must be at least 0, got -1"),
     (shape(itemsize=2.0), TypeError, "itemsize must be an integer, got 2.0"),
     # Plans in JSON.
-    (read_text("plan"), ValueError, "Expecting value"),
-    (read_text('{"num_tasks": 7'), ValueError, "delimiter|Expecting"),
-    (read_text("[1, 2]"), ValueError, "not a plan"),
-    (read_text("{}"), ValueError, "not a plan: .*version"),
-    (read(version=1), ValueError, "version must be 2 or 3, got 1"),
-    (read(num_tasks=8), ValueError, r"interest_set \(0, 1, 3\) .* modulo 8"),
-    (read(seqlen_q=-70), ValueError, "seqlen_q .* got -70"),
-    (read(seqlen_q=71), ValueError, "not a plan: .*contradict"),
-    (read(interest_set=[0, 1]), ValueError, "no two elements differ by 2"),
-    (read(tasks=[]), ValueError, "not a plan: .*contradict"),
+    (lambda: cqs.Plan.from_json("plan"), ValueError, "Expecting value"),
+    (lambda: cqs.Plan.from_json('{"num_tasks": 7'), ValueError, "delimiter|Expecting"),
+    (lambda: cqs.Plan.from_json("[1, 2]"), ValueError, "not a plan"),
+    (lambda: cqs.Plan.from_json("{}"), ValueError, "not a plan: .*version"),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD)
 def test_bad_input_is_refused_with_the_value(call, error, message):
-    with pytest.raises(error, match=message) as raised:
+    with pytest.raises(error, match=message):
         call()
-    assert isinstance(raised.value, ValueError | TypeError | NotImplementedError)
 
 
 @pytest.mark.parametrize(

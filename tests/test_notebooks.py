@@ -1,6 +1,5 @@
 """Notebooks run, at other sizes than they are stored with, and are stored as they ran."""
 
-import ast
 import re
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ SMALL = {
     "9-undivided-heads": {"NUM_RANKS": 2, "NUM_STEPS": 1, "NUM_TOKENS": 60, "NUM_HEADS": 6}
     | {"HEAD_DIM": 8, "GPU_COUNTS": (2, 4, 7)},
 }
-"""Notebook -> the values that its first cell sets."""
+"""Notebook -> values in place of those that its first cell sets."""
 ON_RAY = {"4-on-a-cluster"}
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -36,14 +35,6 @@ NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 def read(name):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def assigned(source):
-    """Return the names that a cell sets, which must be all that it does."""
-    body = ast.parse(source).body
-    assert all(isinstance(statement, ast.Assign) for statement in body)
-    targets = [node for statement in body for node in ast.walk(statement.targets[0])]
-    return [node.id for node in targets if isinstance(node, ast.Name)]
 
 
 def shown(cells):
@@ -90,9 +81,9 @@ def execute():
 def test_a_notebook_runs_at_small_sizes(name, execute):
     notebook, cells = read(name)
     stored = pictures(shown(cells))
-    assert list(SMALL[name]) == assigned(cells[0].source)
+    assert all(variable in cells[0].source for variable in SMALL[name])
     values = (f"{variable} = {value!r}" for variable, value in SMALL[name].items())
-    cells[0].source = "\n".join(["%reset -f", *values])
+    cells[0].source = "\n".join(["%reset -f", cells[0].source, *values])
     execute(notebook)
     assert pictures(shown(cells)) == stored
     if name == "4-on-a-cluster":

@@ -222,7 +222,6 @@ REFUSED = {
     "nothing": ([], "partials must have at least one element"),
     "lse [b, h, n, 1]": (alike((1, 4, 6, 8), (1, 4, 6, 1)), "partial 0: lse .*batch, num_heads"),
     "lse [b, n, h]": (alike((1, 4, 6, 8), (1, 6, 4)), "partial 0: lse .*batch, num_heads"),
-    "lse [h, n]": (alike((1, 4, 6, 8), (4, 6)), "partial 0: lse .*batch, num_heads"),
     "output [b, h, n]": (alike((1, 4, 6), (1, 4, 6)), "partial 0: output .*batch, num_heads"),
     "output [b, n, h, d]": (alike((1, 6, 4, 8), (1, 4, 6)), "partial 0: lse .*batch, num_heads"),
     "narrow lse": (alike((1, 4, 6, 8), (1, 4, 6), torch.bfloat16), "float64, got torch.bfloat16"),

@@ -14,8 +14,6 @@ from score_cases import (
     assert_tracks_definition,
     compute_by,
     expected,
-    gradient_of_output,
-    options_of,
     relative,
     tensors_of,
 )
@@ -180,18 +178,6 @@ def test_functions_of_float32_scores_have_gradients_for_narrow_tensors():
     assert leaf.grad is not None
 
 
-def test_slopes_have_gradients_in_graphs_and_modes():
-    problem = CASE.make(torch.float64)
-    drawn = draw(problem, *TERMS)
-    drawn.has_slopes_gradient = True
-    exact = expected(problem, drawn)
-    compiled = torch.compile(cqs.attention, backend="aot_eager")
-    for attend in cqs.attention, partial(compiled, num_tasks=3):
-        with FlopCounterMode(display=False):
-            assert_equal(compute_by(attend, problem, drawn), exact)
-        assert_equal(compute_by(attend, problem, drawn), exact)
-
-
 def test_what_a_function_reads_without_its_gradient_needs_none():
     query, leaf = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(4, requires_grad=True)
     scores = cqs.Scores(score_mod=lambda s, b, h, i, j: s * leaf.detach()[h] / leaf.shape[0])
@@ -218,17 +204,24 @@ def test_writes_between_the_passes_raise(name):
         output.sum().backward()
 
 
-def test_graphs_and_checkpoints(ranks):
+def test_graphs_modes_and_checkpoints(ranks):
     problem = CASE.make(torch.float64)
-    drawn = draw(problem, "sinks", "softcap", "alibi_slopes", "bias")
-    compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
+    drawn = draw(problem, *TERMS)
+    drawn.has_slopes_gradient = True
     exact = expected(problem, drawn)
-    assert_equal(compute_by(partial(compiled, num_tasks=3), problem, drawn), exact)
+    compiled = torch.compile(cqs.attention, backend="aot_eager")
     again = partial(checkpoint, cqs.attention, use_reentrant=False)
-    assert_equal(compute_by(again, problem, drawn), exact)
-    problem = replace(problem, pattern=sliding_window(9, 0))
-    exact = expected(problem, drawn)
-    assert_equal(compute_by(compiled, problem, drawn), exact)
+    for attend in cqs.attention, partial(compiled, num_tasks=3), again:
+        with FlopCounterMode(display=False):
+            assert_equal(compute_by(attend, problem, drawn), exact)
+        assert_equal(compute_by(attend, problem, drawn), exact)
+    drawn = draw(problem, "sinks", "softcap", "alibi_slopes", "bias")
+    torch._dynamo.reset()
+    compiled = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
+    for pattern, num_tasks in ((None, 3), (sliding_window(9, 0), None)):
+        problem = replace(problem, pattern=pattern)
+        found = compute_by(compiled, problem, drawn, num_tasks=num_tasks)
+        assert_equal(found, expected(problem, drawn))
     ranks.run(2, graph_on_rank)
 
 
@@ -245,61 +238,29 @@ def graph_on_rank(group):
         assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", [None, "triton", "cudnn", "reference"], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_tasks", [1, 5])
-def test_sinks_on_a_gpu(backend, dtype, num_tasks):
-    case = Case("gpu", 700, 900, num_heads=4, num_kv_heads=2, head_dim=64, is_causal=True)
-    problem = case.make(dtype)
-    drawn = draw(problem, "sinks")
-    tensors = [tensor.cuda().requires_grad_() for tensor in tensors_of(problem)]
-    scores, leaves = drawn.make()
-    sinks = leaves[0].detach().cuda().requires_grad_()
-    output, lse = cqs.attention(
-        *tensors,
-        scores=cqs.Scores(sinks=sinks),
-        return_lse=True,
-        backend=backend,
-        num_tasks=num_tasks,
-        **options_of(problem),
-    )
-    gradients = torch.autograd.grad(output, (*tensors, sinks), gradient_of_output(output))
-    found = [each.cpu() for each in (output, lse, *gradients)]
-    assert_tracks_definition(found, problem, drawn, slack=8)
+GPU_CALLS = [
+    *((backend, torch.float16, ["sinks"], 410, True) for backend in (None, "triton", "cudnn")),
+    *((backend, torch.bfloat16, ["sinks"], 410, True) for backend in ("triton", "reference")),
+    ("flex", torch.bfloat16, ["score_mod"], 300, True),
+    ("flex", torch.bfloat16, ["score_mod", "softcap", "alibi_slopes"], 410, False),
+    ("flex", torch.float32, ["score_mod", "bias", "softcap"], 410, False),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tasks", [1, 5])
 @pytest.mark.parametrize(
-    ("dtype", "is_causal", "names"),
-    [
-        (torch.bfloat16, True, ()),
-        (torch.bfloat16, False, ("softcap", "alibi_slopes")),
-        (torch.float32, False, ("bias", "softcap")),
-    ],
-    ids=str,
+    ("backend", "dtype", "names", "seqlen_kv", "is_causal"), GPU_CALLS, ids=str
 )
-def test_score_functions_on_a_gpu(num_tasks, dtype, is_causal, names):
-    seqlens = (300, 300) if is_causal else (300, 410)
-    case = Case("flex", *seqlens, num_heads=4, num_kv_heads=2, head_dim=32, is_causal=is_causal)
-    problem, table = case.make(dtype), torch.randn(4, 2048)
+def test_scores_on_a_gpu(backend, dtype, names, seqlen_kv, is_causal, num_tasks):
+    problem = Case("gpu", 300, seqlen_kv, 4, 2, 64, is_causal=is_causal).make(dtype, "cuda")
     drawn = draw(problem, *names)
-    drawn.has_bias_gradient, drawn.score_mod = False, lambda _: relative(table)
-    scores, _ = drawn.make()
-    slopes, bias = (
-        None if each is None else each.cuda() for each in (scores.alibi_slopes, scores.bias)
-    )
-    tensors = [tensor.detach().cuda().requires_grad_() for tensor in tensors_of(problem)]
-    output, lse = cqs.attention(
-        *tensors,
-        scores=cqs.Scores(None, scores.softcap, slopes, bias, relative(table.cuda())),
-        backend="flex",
-        num_tasks=num_tasks,
-        verify=True,
-        return_lse=True,
-        **options_of(problem),
-    )
-    gradients = torch.autograd.grad(output, tensors, gradient_of_output(output.cpu()).cuda())
-    found = [each.cpu() for each in (output, lse, *gradients)]
+    drawn.has_bias_gradient, drawn.score_mod = False, drawn.score_mod and bias_of_distance
+    options = {"backend": backend, "num_tasks": num_tasks, "verify": True}
+    found = compute_by(cqs.attention, problem, drawn, **options)
     assert_tracks_definition(found, problem, drawn, slack=8)
+
+
+def bias_of_distance(table):
+    """Return a function like ``relative`` that asks for no gradient of its table."""
+    return relative(table.detach())

@@ -3,7 +3,7 @@
 import pickle
 import random
 from itertools import product
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,27 +199,16 @@ def test_a_mask_function_may_read_tensors_and_reduce():
 LAYOUTS = torch.randint(2, (3, 24, 24), generator=torch.Generator().manual_seed(5))
 
 
-class Config(NamedTuple):
-    """Has the interface of DeepSpeed's ``SparsityConfig``."""
-
-    block: int
-    layout: torch.Tensor
-
-    def make_layout(self, seq_len):
-        assert seq_len == self.block * self.layout.shape[2]
-        return self.layout
-
-
 @pytest.mark.parametrize(
-    ("config", "heads"), [(Config(16, LAYOUTS), 3), (Config(24, LAYOUTS[:1].expand(2, -1, -1)), 1)]
+    ("block", "layouts", "heads"), [(16, LAYOUTS, 3), (24, LAYOUTS[:1].expand(2, -1, -1), 1)]
 )
-def test_live_pairs_are_those_of_the_layout(config, heads):
-    length = 24 * config.block
-    pattern, layout = from_deepspeed(config, length), config.layout.bool().numpy()
+def test_live_pairs_are_those_of_the_layout_of_deepspeed(block, layouts, heads):
+    length, layout = 24 * block, layouts.bool().numpy()
+    config = SimpleNamespace(block=block, make_layout={length: layouts}.__getitem__)
+    pattern = from_deepspeed(config, length)
     assert pickle.loads(pickle.dumps(pattern)) == pattern
-    assert pattern == block_sparse(layout[:heads], config.block) and pattern.heads == (1, heads)
-    masks = layout.repeat(config.block, axis=1).repeat(config.block, axis=2)
-    for head, mask in enumerate(masks):
+    assert pattern == block_sparse(layout[:heads], block) and pattern.heads == (1, heads)
+    for head, mask in enumerate(layout.repeat(block, axis=1).repeat(block, axis=2)):
         assert_is(random.Random(0), pattern.head(0, head).bind(length), mask)
     with pytest.raises(ValueError, match="requires lengths of"):
         pattern.head(0, 0).bind(length + 128)

@@ -166,17 +166,6 @@ def test_documents_in_documents_are_documents():
         assert (both.to_mask(30) == first.to_mask(30) & second.to_mask(30)).all()
 
 
-def test_longformer_of_a_billion_tokens_is_a_few_pieces():
-    n = 10**9
-    bound = longformer(512, 64).bind(n)
-    assert len(bound.pieces) <= 6
-    dense_rows = 2 * 64 * n - 64 * 64
-    window = 513 * n - 256 * 257
-    overlap = sum(min(p + 256, n - 1) - max(p - 256, 0) + 1 for p in range(64))
-    overlap = 2 * overlap - 64 * 64
-    assert bound.num_pairs == dense_rows + window - overlap
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

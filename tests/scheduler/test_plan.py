@@ -14,7 +14,9 @@ KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 def test_responsibility_ratio_is_the_number_of_tasks(num_tasks, is_causal):
     plan = make_plan(10**9, num_tasks=num_tasks, is_causal=is_causal)
     assert plan.responsibility_ratio == pytest.approx(num_tasks, rel=1e-6)
-    assert plan.responsibility_ratio <= num_tasks
+    for lengths in ((10**9, 10**9), (10**9, 10**6), (777_777, 10**9)):
+        plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
+        assert 0.99 * num_tasks <= plan.responsibility_ratio <= num_tasks
     for lengths in ((5, 5), (300, 7), (7, 300)):
         plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal)
         busiest = max(task.live_pairs for task in plan.tasks)
@@ -76,12 +78,6 @@ def test_the_interest_set_of_the_caller_is_used():
     assert plan.interest_set == (0, 2, 3)
     assert plan.task(1).held_groups == (1, 3, 4)
     plan.validate()
-
-
-@pytest.mark.parametrize("index", [-1, 7])
-def test_a_task_out_of_range_is_rejected(index):
-    with pytest.raises(ValueError, match=rf"index must be in range\(7\), got {index}"):
-        make_plan(70, num_tasks=7).task(index)
 
 
 def test_plans_are_values_that_describe_themselves():

@@ -31,6 +31,7 @@ def test_a_plan_survives_json_of_the_promised_fields(plan):
 
 
 CHANGES = {
+    "version": (1,),
     "seqlen_q": (62, -1, "61", 61.5),
     "seqlen_kv": (62, None),
     "num_tasks": (7,),

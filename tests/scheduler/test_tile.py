@@ -5,7 +5,9 @@ from cqs.scheduler import Plan, make_plan
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("num_tasks", [1, 2, 7, 31, 64])
-@pytest.mark.parametrize("lengths", [(16384, 16384), (9999, 20001), (20001, 9999), (40, 7000)])
+@pytest.mark.parametrize(
+    "lengths", [(16384, 16384), (9999, 20001), (10**9, 10**6), (777_777, 10**9), (5, 10**9)]
+)
 def test_groups_end_at_tiles_where_they_have_one(lengths, num_tasks, is_causal):
     plan = make_plan(*lengths, num_tasks=num_tasks, is_causal=is_causal, tile=128)
     plan.validate()

@@ -14,6 +14,7 @@ from cqs.worker import flash
 from cqs.worker.flash import FLASH
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
+from tests.worker import hopper
 from tests.worker.test_backends import STORAGES
 
 SQUARE = Case("square", 517, 517, 4, 4, 64)
@@ -44,23 +45,17 @@ def differentiate(problem, grad_output, answer):
     return FLASH.differentiate(operands_of(problem), grad_output, *answer)
 
 
-def gradients_by_autograd(attend, problem, grad_output):
-    query, key, value = (tensor.detach().requires_grad_() for tensor in tensors_of(problem))
-    output = attend(replace(problem, query=query, key=key, value=value))
-    return torch.autograd.grad(output, (query, key, value), grad_output)
-
-
 def exact_gradients(problem, grad_output):
-    query, key, value = (tensor.double() for tensor in tensors_of(problem))
-    problem = replace(problem, query=query, key=key, value=value)
-    return gradients_by_autograd(
-        lambda same: exact_answer(same).output, problem, grad_output.double()
-    )
+    mask = hopper.mask_of(problem)
+    return hopper.exact_gradients(*tensors_of(problem), grad_output, problem.scale, mask)
 
 
 def assert_gradients_right(problem, grad_output, found):
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors_of(problem)]
+    query, key, value = leaves
+    output = eager_output(replace(problem, query=query, key=key, value=value))
+    eager = torch.autograd.grad(output, leaves, grad_output)
     exact = exact_gradients(problem, grad_output)
-    eager = gradients_by_autograd(eager_output, problem, grad_output)
     for name, *each in zip(("query", "key", "value"), found, eager, exact, strict=True):
         assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
 

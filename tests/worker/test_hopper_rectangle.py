@@ -23,19 +23,14 @@ def test_a_causal_query_that_sees_all_keys_is_a_dense_rectangle():
     assert rectangles_of(work) == (Rectangle(range(1), range(700), is_causal=False),)
 
 
+@pytest.mark.parametrize("num_tasks", [1, 3])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"pattern": sliding_window(100, 100)},
-        {"pattern": sliding_window(100, 0)},
-        {"pattern": dilated(500, 500, 2)},
-        {"pattern": strided(16)},
-        {"pattern": sliding_window(100, 0), "num_tasks": 3},
-    ],
+    "pattern",
+    [sliding_window(100, 100), sliding_window(100, 0), dilated(500, 500, 2), strided(16)],
     ids=str,
 )
-def test_patterns_are_no_rectangles(options):
-    assert rectangles_of(plan_work(1000, 1000, **options)) is None
+def test_patterns_are_no_rectangles(pattern, num_tasks):
+    assert rectangles_of(plan_work(1000, 1000, pattern=pattern, num_tasks=num_tasks)) is None
 
 
 @pytest.mark.parametrize(("number", "is_found"), [(3, True), (256, True), (257, False)])

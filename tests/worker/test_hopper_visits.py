@@ -1,21 +1,14 @@
 """The backward kernel of five products for sparse patterns on Hopper GPUs, and its lists."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
+from sparse_cases import with_pattern
 
-from cqs.patterns import (
-    bigbird,
-    block_diagonal,
-    causal,
-    dilated,
-    documents,
-    from_mask,
-    longformer,
-    sliding_window,
-)
+from benchmarks.cases import Case
+from cqs.patterns import bigbird, dilated, documents, sliding_window
+from cqs.problem.dropout import Dropout
+from cqs.problem.score_terms import ScoreTerms
 from cqs.worker.operands import TaskOperands
 from cqs.worker.triton.visits import (
     MASK_INTEGERS,
@@ -36,33 +29,22 @@ LENGTHS = pytest.mark.parametrize(
 )
 
 
-@cache
-def patterns_of(num_queries, num_keys):
-    """Return patterns by name."""
-    mask = np.random.default_rng(0).random((num_queries, num_keys)) < 0.3
-    found = {
-        "causal-window": sliding_window(100, 0),
-        "window": sliding_window(100, 100),
-        "wide-window": sliding_window(500, 100),
-        "bigbird": bigbird(block=64),
-        "longformer": longformer(64, 2),
-        "blocks": block_diagonal(256),
-        "mask": from_mask(mask),
-    }
-    if num_queries == num_keys:
-        ends = sorted({0, num_queries // 3, num_queries // 2, num_queries})
-        found |= {"documents": documents(ends), "causal-documents": documents(ends) & causal()}
-    return found
-
-
-NAMES = pytest.mark.parametrize("name", patterns_of(65, 65))
+NAMES = pytest.mark.parametrize(
+    "name",
+    [
+        *("causal-window", "window", "ahead", "bigbird", "longformer", "block-diagonal"),
+        *("documents", "documents-both-ways", "mask"),
+    ],
+)
 
 
 def find_work(lengths, name, num_tasks=1):
-    """Return the work of a pattern, or skip the test if the lengths do not have it."""
-    if name not in patterns_of(*lengths):
-        pytest.skip("documents have as many queries as keys")
-    return plan_work(*lengths, num_tasks=num_tasks, pattern=patterns_of(*lengths)[name])
+    """Return the work of a pattern."""
+    if name == "bigbird":
+        pattern = bigbird(block=64)
+    else:
+        pattern = with_pattern(Case("visits", *lengths), name).pattern
+    return plan_work(*lengths, num_tasks=num_tasks, pattern=pattern)
 
 
 @LENGTHS
@@ -132,3 +114,12 @@ def test_large_rectangles_and_patterns_without_gaps_have_their_kernels(
         assert rectangle_launch.takes_visits(operands) is (kernel == "visits")
     else:
         assert rectangle_launch.takes_rectangle_kernel(operands) is (kernel == "rectangles")
+
+
+def test_dropout_and_score_terms_have_other_kernels():
+    query, whole = torch.empty(1, 4, 8192, 128, device="meta", dtype=BF16), [range(8192)]
+    operands = TaskOperands(query, query, query, plan_work(8192, 8192), 0.1)
+    assert rectangle_launch.takes_rectangle_kernel(operands)
+    capped = ScoreTerms(softcap=20.0).of_pairs(torch.device("cpu"), whole, whole)
+    for other in operands._replace(dropout=Dropout(0.5, 0)), operands._replace(terms=capped):
+        assert not rectangle_launch.takes_rectangle_kernel(other)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support import exact
 
 import cqs
 from cqs.executors.verify import VerificationError
@@ -16,25 +15,9 @@ from cqs.worker.cpu import CPU
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
 from tests.worker.hopper import mask_of
+from tests.worker.test_backends import SINGLE, attend, every_combination
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy
-GPU = pytest.mark.gpu
-SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = [
-    *(("cpu", "cpu", dtype) for dtype in SINGLE),
-    *(("cpu", "reference", dtype) for dtype in (torch.float32, torch.float64)),
-    ("cpu", "triton", torch.float32),
-    *(("cuda", "triton", dtype) for dtype in SINGLE),
-    *(("cuda", name, torch.bfloat16) for name in ("flash", "cudnn")),
-    *(("cuda", "reference", dtype) for dtype in (torch.float32, torch.float64)),
-]
-EVERY_BACKEND = pytest.mark.parametrize(
-    ("device", "backend", "dtype"),
-    [
-        pytest.param(*each, marks=[GPU] if each[0] == "cuda" else [], id="-".join(map(str, each)))
-        for each in BACKENDS
-    ],
-)
 NOT_FINITE = pytest.mark.parametrize("entry", [math.nan, math.inf, -math.inf])
 CALLS = {
     "one-key": (9, 1, 1, {}),
@@ -72,58 +55,36 @@ def spoil(name, entry, device, dtype):
     return check_problem(*tensors, **options), num_tasks
 
 
-def attend(problem, backend, num_tasks):
-    """Attend on a backend, or skip with the reason for which a library does not take a call."""
-    try:
-        return exact.attend(problem, backend=backend, num_tasks=num_tasks)
-    except NotImplementedError as reason:
-        if backend not in ("flash", "cudnn"):
-            raise
-        pytest.skip(str(reason))
-
-
 @pytest.mark.slow
-@pytest.mark.sample(3)
-@EVERY_BACKEND
+@pytest.mark.sample(5)
+@every_combination
 @NOT_FINITE
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     name, entry, device, backend, dtype
 ):
-    problem, num_tasks = spoil(name, entry, device, dtype)
-    output, lse = attend(problem, backend, num_tasks)
-    tensors = problem.query, problem.key, problem.value
-    right, right_lse = exact_rows(*tensors, problem.scale, mask_of(problem))
-    broken, broken_lse = (~right.isfinite()).any(-1), ~right_lse.isfinite()
-    assert (~output.isfinite()).any(-1)[broken].all()
-    assert (~lse.isfinite())[broken_lse].all()
-    sound, sound_lse = ~broken, ~broken_lse
-    if backend not in ("cpu", "reference"):
-        sound[:, 2] = False  # kernels for GPUs multiply values that are masked out by 0
-    assert lse[sound_lse].isfinite().all()
-    error = (output[sound].double() - right[sound]).abs()
-    assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
-
-
-@pytest.mark.slow
-@pytest.mark.sample(6)
-@EVERY_BACKEND
-@NOT_FINITE
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_not_finite_where_those_of_pytorch_are_not(
-    name, entry, device, backend, dtype
-):
+    """And gradients are not finite where those of PyTorch are not."""
     problem, num_tasks = spoil(name, entry, device, dtype)
     leaves = [problem.query, problem.key, problem.value]
     for leaf in leaves:
         leaf.requires_grad_()
-    gradients = torch.autograd.grad(attend(problem, backend, num_tasks)[0].sum(), leaves)
-    of_query, of_key, of_value = ((~gradient.isfinite()).any(-1) for gradient in gradients)
+    leaks = backend not in ("cpu", "reference")  # kernels for GPUs multiply masked values by 0
+    output, lse = attend(problem, backend, num_tasks, verify=math.isnan(entry) and not leaks)
+    gradients = torch.autograd.grad(output.sum(), leaves)
     visible = mask_of(problem)
     with torch.no_grad():
-        output, lse = exact_rows(*leaves, problem.scale, visible)
-    broken = (~output.isfinite()).any(-1)
-    has_no_weights = lse.isnan() | (lse == torch.inf)
+        right, right_lse = exact_rows(*leaves, problem.scale, visible)
+    broken, broken_lse = (~right.isfinite()).any(-1), ~right_lse.isfinite()
+    assert (~output.isfinite()).any(-1)[broken].all()
+    assert (~lse.isfinite())[broken_lse].all()
+    sound, sound_lse = ~broken, ~broken_lse
+    if leaks:
+        sound[:, 2] = False
+    assert lse[sound_lse].isfinite().all()
+    error = (output[sound].double() - right[sound]).abs()
+    assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
+    of_query, of_key, of_value = ((~gradient.isfinite()).any(-1) for gradient in gradients)
+    has_no_weights = right_lse.isnan() | (right_lse == torch.inf)
     sees = visible.float()
     assert of_query[broken].all()
     assert of_key[broken.float() @ sees > 0].all()

@@ -97,8 +97,7 @@ def by_definition(problem, scores, dtype=None):
     """Output, LSE and gradients, in a dtype; the default is that of the problem."""
 
     def compute(query, key, value):
-        with torch.device(query.device):
-            return define(replace(problem, query=query, key=key, value=value), scores)
+        return define(replace(problem, query=query, key=key, value=value), scores)
 
     return with_gradients(compute, [each.to(dtype) for each in tensors_of(problem)])
 

@@ -33,9 +33,9 @@ EVERY_DEVICE = pytest.mark.parametrize(
 )
 
 
-def make_for(backend, case, *dtype_and_device, **options):
+def make_for(backend, case, dtype=torch.float32, device="cpu"):
     """The problem of a case; skips the test where the backend cannot take it."""
-    problem = case.make(*dtype_and_device, **options)
+    problem = case.make(dtype, device)
     if reason := BACKENDS[backend].why_not(*tensors_of(problem)):
         pytest.skip(reason)
     return problem
