@@ -258,23 +258,13 @@ def test_patterns_survive_graph_breaks(make):
     assert torch.equal(torch.compile(attend, backend="aot_eager")(query), attend(query))
 
 
-@pytest.fixture
-def num_runs(monkeypatch):
-    """Count the forward passes."""
-    runs, run = [], LocalExecutor.run
-    monkeypatch.setattr(
-        LocalExecutor, "run", lambda *args, **kw: runs.append(1) or run(*args, **kw)
-    )
-    return runs
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["all", "selective"])
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.2, "is_causal": True}], ids=["dense", "dropout"]
 )
-def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
+def test_activation_checkpointing(monkeypatch, options, is_saved, is_compiled):
     """Policies see the operator, in eager mode too; the pattern outlives its last reference."""
 
     def policy(context, operator, *args, **kwargs):
@@ -284,6 +274,13 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
         )
         return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
+    runs, run = [], LocalExecutor.run
+
+    def run_and_count(*args, **kwargs):
+        runs.append(1)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(LocalExecutor, "run", run_and_count)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     chosen = {"context_fn": contexts} if is_saved else {}
 
@@ -300,7 +297,7 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
         for each in (attend, recomputed)
     ]
     assert_alike(*found)
-    assert len(num_runs) == 1 + (1 if is_saved else 2)
+    assert len(runs) == 1 + (1 if is_saved else 2)
 
 
 HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)
