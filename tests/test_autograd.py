@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -64,14 +65,9 @@ CPU = [
     ("triton", torch.float16, 1),
 ]
 CUDA = [
-    (backend, dtype, num_tasks)
-    for backend, dtypes in (
-        ("triton", (torch.float32, torch.float16, torch.bfloat16)),
-        ("cudnn", (torch.float16, torch.bfloat16)),
-        ("reference", (torch.float64,)),
-    )
-    for dtype in dtypes
-    for num_tasks in (1, 4)
+    *product(["triton"], [torch.float32, torch.float16, torch.bfloat16], [1, 4]),
+    *product(["cudnn"], [torch.float16, torch.bfloat16], [1, 4]),
+    *product(["reference"], [torch.float64], [1, 4]),
 ]
 
 

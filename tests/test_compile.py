@@ -117,21 +117,23 @@ def test_graphs_run_in_inference_mode_and_outside(name):
             torch.testing.assert_close(compiled(*tensors), cqs.attention(*tensors, **options))
 
 
+def assert_as_exact_as_eager(compiled, attend, tensors):
+    """Outputs are read before the next call, which may reuse their memory."""
+    found = [each.clone() for each in results(compiled, tensors)]
+    eager = results(attend, tensors)
+    exact = results(attend, [each.detach().double().requires_grad_() for each in tensors])
+    for each in zip(found, eager, exact, strict=True):
+        assert_tracks_exact(*each)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["window", "causal"])
 def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def attend(query, key, value):
-        return cqs.attention(query, key, value, **CALLS[kind]).cos()
-
-    tensors = operands(dtype=dtype)
-    found = results(torch.compile(attend, fullgraph=True), tensors)
-    eager = results(attend, tensors)
-    exact = results(attend, [each.detach().double().requires_grad_() for each in tensors])
-    for each in zip(found, eager, exact, strict=True):
-        assert_tracks_exact(*each)
+    attend = partial(layer, **CALLS[kind])
+    compiled = torch.compile(attend, fullgraph=True)
+    assert_as_exact_as_eager(compiled, attend, operands(dtype=dtype))
 
 
 @pytest.mark.gpu
@@ -139,7 +141,6 @@ def test_inductor_is_as_exact_as_eager(monkeypatch, tmp_path, kind, dtype):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "documents", "dropout-seed", "lse"])
 def test_graphs_of_a_gpu(monkeypatch, tmp_path, mode, kind):
-    """Outputs of earlier calls are read before the next call, which may reuse their memory."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def attend(query, key, value):
@@ -150,80 +151,60 @@ def test_graphs_of_a_gpu(monkeypatch, tmp_path, mode, kind):
     for tokens in (*[40] * 4, *[40 if kind == "documents" else 300] * 2):
         torch.compiler.cudagraph_mark_step_begin()
         tensors = operands(tokens, torch.bfloat16, head_dim=64, device="cuda")
-        found = [each.clone() for each in results(compiled, tensors)]
-        eager = results(attend, tensors)
-        exact = results(attend, [each.detach().double().requires_grad_() for each in tensors])
-        for each in zip(found, eager, exact, strict=True):
-            assert_tracks_exact(*each)
+        assert_as_exact_as_eager(compiled, attend, tensors)
 
 
-DYNAMIC = {
-    "full": lambda tokens, ends: {},
-    "causal": lambda tokens, ends: {"is_causal": True, "num_tasks": 7},
-    "window": lambda tokens, ends: {"pattern": WINDOW},
-    "growing-window": lambda tokens, ends: {
-        "pattern": sliding_window(tokens // 4, None) & sliding_window(None, tokens // 8)
-    },
-    "documents": lambda tokens, ends: {
-        "pattern": documents([0, tokens // 3, tokens], is_causal=False)
-    },
-    "global_tokens": lambda tokens, ends: {
-        "pattern": global_tokens((0, tokens - 1)) & sliding_window(tokens // 2, None)
-    },
-    "longformer": lambda tokens, ends: {"pattern": longformer(tokens // 4, [0, 5])},
-    "documents-kv": lambda tokens, ends: {"pattern": documents(ends, [0, 20, tokens])},
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("make", DYNAMIC.values(), ids=DYNAMIC)
-def test_lengths_are_dynamic(make):
-    """Compiled once for one length and once for any."""
-
-    def attend(query, key, value, ends):
-        return layer(query, key, value, **make(query.shape[2], ends))
-
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for tokens, stance in ((40, "default"), (48, "default"), (97, "fail_on_recompile")):
-        ends = torch.tensor([0, 11, tokens])
-        with torch.compiler.set_stance(stance):
-            found = results(compiled, operands(tokens), ends)
-        assert_alike(found, results(attend, operands(tokens), ends))
-
-
-GRAPH_PATTERNS = {
-    "causal": lambda ends: causal(),
-    "window": lambda ends: sliding_window(left=4, right=None),
-    "bigbird": lambda ends: bigbird(block=4),
-    "lists": lambda ends: longformer(4, [1, 20]) | documents([0, 7, 40]) - block_sparse([[1]], 40),
-    "documents": lambda ends: documents(ends),
-    "documents-kv": lambda ends: documents(ends, ends, is_causal=False),
-    "combined": lambda ends: (
+PATTERNS = {
+    "full": lambda tokens, ends: None,
+    "is_causal": lambda tokens, ends: None,
+    "causal": lambda tokens, ends: causal(),
+    "window": lambda tokens, ends: sliding_window(left=4, right=None),
+    "growing-window": lambda tokens, ends: (
+        sliding_window(tokens // 4, None) & sliding_window(None, tokens // 8)
+    ),
+    "bigbird": lambda tokens, ends: bigbird(block=4),
+    "documents": lambda tokens, ends: documents(ends),
+    "documents-list": lambda tokens, ends: documents([0, tokens // 3, tokens], is_causal=False),
+    "documents-kv": lambda tokens, ends: documents(ends, [0, 20, tokens]),
+    "combined": lambda tokens, ends: (
         documents(ends, is_causal=False) & WINDOW | sliding_window(1) - causal()
     ),
-    "padded": lambda ends: padded(ends[1:], ends[1:].flip(0)) & causal(),
-    "mask": lambda ends: from_mask(MASK) & causal(),
-    "mask-heads": lambda ends: from_mask(MASK.expand(2, 4, -1, -1) & (ends[1] > 2)),
-    "block_sparse": lambda ends: block_sparse(torch.eye(4) * (ends[1] > 2), 10),
-    "acsr": lambda ends: acsr(
+    "padded": lambda tokens, ends: padded(ends[1:], ends[1:].flip(0)) & causal(),
+    "global_tokens": lambda tokens, ends: global_tokens(ends[1:2]) | WINDOW,
+    "last-token": lambda tokens, ends: global_tokens((0, tokens - 1)) & sliding_window(tokens // 2),
+    "longformer": lambda tokens, ends: longformer(tokens // 4, [0, 5]),
+}
+PATTERNS_OF_40_TOKENS = {
+    "lists": lambda tokens, ends: (
+        longformer(4, [1, 20]) | documents([0, 7, 40]) - block_sparse([[1]], 40)
+    ),
+    "mask": lambda tokens, ends: from_mask(MASK) & causal(),
+    "mask-heads": lambda tokens, ends: from_mask(MASK.expand(2, 4, -1, -1) & (ends[1] > 2)),
+    "block_sparse": lambda tokens, ends: block_sparse(torch.eye(4) * (ends[1] > 2), 10),
+    "acsr": lambda tokens, ends: acsr(
         torch.arange(40) // 2, torch.ones(40, dtype=torch.int64), ends[1:].repeat(20) // 20
     ),
-    "global_tokens": lambda ends: global_tokens(ends[1:2]) | WINDOW,
 }
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("make", GRAPH_PATTERNS.values(), ids=GRAPH_PATTERNS)
-def test_patterns_are_made_in_a_graph(make):
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", [*PATTERNS, *PATTERNS_OF_40_TOKENS])
+def test_patterns_are_made_in_a_graph(name):
+    """Compiled once for one length and once for any."""
+    make = (PATTERNS | PATTERNS_OF_40_TOKENS)[name]
+    options = {"is_causal": True, "num_tasks": 7} if name == "is_causal" else {}
+
     def attend(query, key, value, ends):
-        return layer(query, key, value, pattern=make(ends))
+        pattern = make(query.shape[2], ends)
+        return layer(query, key, value, pattern=pattern, **options)
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for ends in ([0, 5, 40], [0, 11, 40]):
-        found, expected = (
-            results(each, operands(), torch.tensor(ends)) for each in (compiled, attend)
-        )
-        assert_alike(found, expected)
+    lengths = (40, 48, 97) if name in PATTERNS else (40, 40)
+    for number, tokens in enumerate(lengths):
+        ends = torch.tensor([0, 5 + 6 * number, tokens])
+        with torch.compiler.set_stance("fail_on_recompile" if number == 2 else "default"):
+            found = results(compiled, operands(tokens), ends)
+        assert_alike(found, results(attend, operands(tokens), ends))
 
 
 def test_a_window_that_depends_on_the_length_must_not_be_negative():
@@ -277,23 +258,13 @@ def test_patterns_survive_graph_breaks(make):
     assert torch.equal(torch.compile(attend, backend="aot_eager")(query), attend(query))
 
 
-@pytest.fixture
-def num_runs(monkeypatch):
-    """Count the forward passes."""
-    runs, run = [], LocalExecutor.run
-    monkeypatch.setattr(
-        LocalExecutor, "run", lambda *args, **kw: runs.append(1) or run(*args, **kw)
-    )
-    return runs
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["all", "selective"])
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.2, "is_causal": True}], ids=["dense", "dropout"]
 )
-def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
+def test_activation_checkpointing(monkeypatch, options, is_saved, is_compiled):
     """Policies see the operator, in eager mode too; the pattern outlives its last reference."""
 
     def policy(context, operator, *args, **kwargs):
@@ -303,6 +274,13 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
         )
         return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
+    runs, run = [], LocalExecutor.run
+
+    def run_and_count(*args, **kwargs):
+        runs.append(1)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(LocalExecutor, "run", run_and_count)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     chosen = {"context_fn": contexts} if is_saved else {}
 
@@ -319,7 +297,7 @@ def test_activation_checkpointing(num_runs, options, is_saved, is_compiled):
         for each in (attend, recomputed)
     ]
     assert_alike(*found)
-    assert len(num_runs) == 1 + (1 if is_saved else 2)
+    assert len(runs) == 1 + (1 if is_saved else 2)
 
 
 HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)

@@ -145,11 +145,9 @@ def test_rows_are_computed_again_without_autocast():
         assert torch.equal(cqs.attention(query, key, value, is_causal=True), wanted)
 
 
-def test_views_give_the_same():
+def test_negated_views_give_the_same():
     tensors = draw()
     wanted = cqs.attention(*tensors)
-    strided = [each.repeat_interleave(2, dim=-1)[..., ::2] for each in tensors]
-    assert torch.equal(cqs.attention(*strided), wanted)
     negative = [torch.complex(-each, -each).conj().imag for each in tensors]
     assert negative[0].is_neg()
     assert torch.equal(cqs.attention(*negative), wanted)

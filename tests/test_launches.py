@@ -128,6 +128,7 @@ def test_other_signatures_are_launched_anew(kernel):
             (draw().double(), draw(), table),
             (draw(), offset, table),
             (torch.randn(4, 16)[:, :8], draw(), table),
+            *[(draw(), torch.randn(8, 4).T, table)] * 2,  # copied for the kernel
         ],
         1,
     ):
@@ -135,14 +136,11 @@ def test_other_signatures_are_launched_anew(kernel):
         assert len(kernel.first) == number and not kernel.later
 
 
-@pytest.mark.parametrize("way", ["copied", "interpreted"])
-def test_launches_with_copies_and_of_interpreted_kernels_are_not_prepared(kernel, way):
-    launcher, table = Launcher(kernel), draw()
-    key = torch.randn(8, 4).T if way == "copied" else draw()
-    kernel.function = None if way == "interpreted" else "function"
-    for number in (1, 2):
-        launch(launcher, draw(), key, table)
-        assert len(kernel.first) == number and not kernel.later
+def test_launches_of_interpreted_kernels_are_not_prepared(kernel):
+    launcher, table, kernel.function = Launcher(kernel), draw(), None
+    for _ in range(2):
+        launch(launcher, draw(), draw(), table)
+    assert len(kernel.first) == 2 and not kernel.later
 
 
 def test_launches_keep_only_the_kept_tensors_and_are_bounded(kernel):

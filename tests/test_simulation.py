@@ -70,12 +70,15 @@ def test_traffic_is_that_of_the_layout(plan, num_devices, head_parallel, is_caus
 
 
 def test_head_chunks_are_those_of_the_layout():
-    lengths = 4096, 16384, 40000, 2**17  # from one head chunk to four
+    lengths, found = (4096, 16384, 40000, 2**17), set()
     for tokens, is_causal, is_backward in product(lengths, *2 * [(False, True)]):
         case = Workload(tokens, GROUPED, is_causal)
+        assert case.num_chunks(1, 1, is_backward=is_backward) == 1
         for head_parallel in (1, 2, 8):
             layout = layouts(case, 8, head_parallel, None, is_backward=is_backward)[0]
             assert case.num_chunks(8, head_parallel, is_backward=is_backward) == len(layout.chunks)
+            found.add(len(layout.chunks))
+    assert found == {1, 2, 4}
 
 
 def test_heads_are_sent_in_four_chunks_where_links_take_longest():

@@ -1,23 +1,9 @@
-"""Small clusters, which join Ray beside that of four workers."""
+"""A small cluster, which joins Ray beside that of four workers."""
 
-import numpy as np
 import pytest
 
 import cqs
 from benchmarks.cases import Case
-
-
-@pytest.fixture(scope="session")
-def single(ray_session):
-    """One worker, by numbers of NumPy."""
-    with cqs.Cluster(
-        num_workers=np.int64(1),
-        use_gpus=np.False_,
-        cpus_per_worker=np.int32(1),
-        stall_timeout=np.float32(60),
-        max_attempts=np.uint8(2),
-    ) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="session")

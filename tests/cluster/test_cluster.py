@@ -23,13 +23,11 @@ from cqs.patterns import (
     causal,
     dilated,
     fixed,
-    from_mask,
     longformer,
     per_head,
     sliding_window,
     strided,
 )
-from cqs.patterns.block_list import BlockList
 from cqs.scheduler import Quorums
 from cqs.worker.memory import predict_pattern_cost
 
@@ -45,12 +43,14 @@ def submit(cluster, problem, **options):
     return cluster.submit(*tensors_of(problem), pattern=problem.pattern, **options)
 
 
-def test_results_are_bitwise_identical_for_any_number_of_actors(ray_session, cluster, single):
-    problem = CASES[3].make()
+def test_results_are_bitwise_identical_for_any_number_of_actors(ray_session, cluster):
+    problem, one = CASES[3].make(), np.int64(1)
     before = [tensor.clone() for tensor in tensors_of(problem)]
     expected = attend(problem, executor=cluster, num_tasks=8)
-    assert len(single.pids) == 1
-    assert are_equal(attend(problem, executor=single, num_tasks=np.int64(8)), expected)
+    options = {"stall_timeout": np.float32(60), "max_attempts": np.uint8(2)}
+    with cqs.Cluster(one, use_gpus=np.False_, cpus_per_worker=one, **options) as single:
+        assert len(single.pids) == 1
+        assert are_equal(attend(problem, executor=single, num_tasks=np.int64(8)), expected)
     assert are_equal(attend(problem, executor=cluster, num_tasks=8), expected)
     assert are_equal(tensors_of(problem), before), "inputs are only read"
 
@@ -110,13 +110,8 @@ def test_report_adds_up(cluster):
     problem = LARGE.make()
     report = run_undisturbed(cluster, problem, num_tasks=7)
     assert [task.index for task in report.tasks] == list(range(7))
-    parts = (
-        report.load_seconds,
-        report.slowest_seconds,
-        report.merge_seconds,
-        report.unload_seconds,
-        report.waiting_seconds,
-    )
+    names = "load", "slowest", "merge", "unload", "waiting"
+    parts = [getattr(report, f"{name}_seconds") for name in names]
     assert min(parts) > 0 and sum(parts) == pytest.approx(report.seconds)
     assert {merge.pid for merge in report.merges} <= {task.pid for task in report.tasks}
     assert 0 < report.put_seconds < report.seconds and 0 < report.get_seconds < report.seconds
@@ -124,8 +119,7 @@ def test_report_adds_up(cluster):
 
 
 def test_each_token_is_put_once(cluster, ray_session, monkeypatch):
-    """And a pattern once for all tasks."""
-    puts, pickled, put = [], [], ray_session.put
+    puts, put = [], ray_session.put
     monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
     problem = CASES[0].make()
     expected = attend(problem, executor=cluster, num_tasks=7)
@@ -135,15 +129,6 @@ def test_each_token_is_put_once(cluster, ray_session, monkeypatch):
         patched.setattr(cluster._pool, "store_bytes", 0)
         assert are_equal(attend(problem, executor=cluster, num_tasks=7), expected)
     assert len(puts) == 14, "seven groups of queries, seven of keys and values"
-
-    def spy(self, protocol):
-        pickled.append(1)
-        return object.__reduce_ex__(self, protocol)
-
-    monkeypatch.setattr(BlockList, "__reduce_ex__", spy)
-    problem = Case("mask", 128, 128, pattern=from_mask(torch.rand(128, 128) < 0.3)).make()
-    attend(problem, executor=cluster, num_tasks=13)
-    assert len(pickled) == 1
 
 
 def test_autocast_casts_what_it_casts_for_sdpa(cluster):
@@ -174,19 +159,7 @@ def test_empty_problems_need_no_actor(cluster):
     assert not any(gradient.any() for gradient in torch.autograd.grad(output.sum(), leaves))
 
 
-def test_progress_counts_the_live_pairs_of_all_heads(cluster, capsys):
-    problem, calls = LARGE.make(), []
-    cqs.attention(
-        *tensors_of(problem),
-        executor=cluster,
-        is_causal=True,
-        num_tasks=7,
-        progress=lambda *numbers: calls.append(numbers),
-    )
-    pairs = [8 * task.live_pairs for task in problem.make_plan(7).tasks]
-    done = [0, *(done for done, _ in calls)]
-    assert sorted(b - a for a, b in pairwise(done)) == sorted(pairs)
-    assert {total for _, total in calls} == {sum(pairs)} == {done[-1]}
+def test_progress_is_drawn(cluster, capsys):
     cluster.attention(*tensors_of(CASES[0].make()), num_tasks=7, progress=True)
     drawn = capsys.readouterr().err
     assert "100%" in drawn and "pair/s" in drawn
@@ -219,11 +192,6 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
         cluster.submit(**arguments)
     with torch.no_grad():
         assert not cluster.submit(**arguments).result().requires_grad
-    output = cluster.attention(**arguments)
-    (gradient,) = torch.autograd.grad(output.sum(), arguments[name])
-    expected = cqs.attention(**arguments)
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), arguments[name])
-    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
 
 
 def test_errors_and_futures_of_ended_calls_keep_no_objects_in_the_store(cluster, ray_session):
@@ -323,8 +291,6 @@ def test_bad_arguments_are_named_and_leave_no_actor(
         ({"plan": Quorums([0, 1])}, ValueError, "no difference cover"),
         ({"backend": "warp"}, ValueError, "'warp'"),
         ({"progress": 3}, TypeError, "progress must be a bool or a function, got 3"),
-        ({"scale": float("nan")}, ValueError, "nan"),
-        ({"key": torch.zeros(3)}, ValueError, "key must be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -353,21 +319,14 @@ def test_missing_ray_is_named(monkeypatch):
         torch.ones(2, 0, 4).transpose(0, 1),
         torch.tensor([1 + 2j, 3 - 1j]).conj(),
         torch.arange(24).view(2, 3, 4).bfloat16().transpose(0, 2),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        torch._neg_view(torch.arange(4.0)),
     ],
-    ids=["one-element", "no-rows", "no-columns", "conjugated", "transposed"],
+    ids=["one-element", "no-rows", "no-columns", "conjugated", "transposed", "imag", "negated"],
 )
-def test_views_with_unusual_strides_and_conjugated_ones_are_sent(tensor):
+def test_views_with_unusual_strides_and_lazy_signs_are_sent(tensor):
     received = Blob(tensor).tensor()
     assert received.shape == tensor.shape and torch.equal(received, tensor)
-
-
-def test_views_that_are_negated_lazily_are_sent(cluster):
-    query, key = torch.randn(2, 1, 2, 30, 8, dtype=torch.complex64).conj().imag
-    value = torch._neg_view(torch.randn(1, 2, 30, 8))
-    assert query.is_neg() and value.is_neg() and value.is_contiguous()
-    resolved = [tensor.resolve_neg() for tensor in (query, key, value)]
-    output = cluster.attention(query, key, value, num_tasks=7, verify=True)
-    assert torch.equal(output, cluster.attention(*resolved, num_tasks=7))
 
 
 def test_private_clusters_serve_all_heads_and_start_again_for_gradients(ray_session, monkeypatch):
@@ -388,36 +347,29 @@ def test_private_clusters_serve_all_heads_and_start_again_for_gradients(ray_sess
     assert len(started) == 3
 
 
-def test_submit_computes_heads_of_different_patterns_one_after_another(cluster, assert_right):
-    problem, calls = PER_HEAD.make(), []
-    options = {"num_tasks": 4, "return_lse": True, "verify": True}
+@pytest.mark.parametrize(
+    ("case", "num_tasks", "num_reports"),
+    [(PER_HEAD, 4, 16), (Case("idle", 3, 3, pattern=sliding_window(1, 0)), 7, 5)],
+    ids=["per head", "idle"],
+)
+def test_submit_computes_tasks_with_live_pairs(cluster, assert_right, case, num_tasks, num_reports):
+    """Heads of different patterns one after another."""
+    problem, calls = case.make(), []
+    options = {"num_tasks": num_tasks, "return_lse": True, "verify": True}
     future = submit(cluster, problem, progress=lambda *each: calls.append(each), **options)
     assert_right(problem, future.result())
-    plans = [(part, part.make_plan(4)) for _, part in problem.parts()]
+    plans = [(part, part.make_plan(num_tasks)) for _, part in problem.parts()]
     report = future.report
     assert [task.index for task in report.tasks] == [
         task.index for _, plan in plans for task in plan.tasks if task.steps
     ]
-    assert report.seconds >= report.slowest_seconds > 0 and len(calls) == len(report.tasks)
-    total = sum(plan.live_pairs * part.query.shape[1] * len(part.query) for part, plan in plans)
-    assert calls == sorted(calls) and calls[-1] == (total, total)
-
-
-def test_tasks_without_live_work_are_handed_to_nobody(cluster, assert_right):
-    problem = Case("idle", 3, 3, pattern=sliding_window(1, 0)).make()
-    idle = [task.index for task in problem.make_plan(7).tasks if not task.steps]
-    future = submit(cluster, problem, num_tasks=7, return_lse=True)
-    assert_right(problem, future.result())
-    assert 0 < len(idle) < 7
-    assert [task.index for task in future.report.tasks] == sorted({*range(7)} - {*idle})
-
-
-def test_tasks_with_most_live_pairs_come_first(single):
-    pattern = from_mask(torch.ones(9, 9, dtype=torch.bool).tril())
-    problem = Case("uneven", 9, 9, pattern=pattern).make()
-    live = [task.live_pairs for task in problem.make_plan(7).tasks]
-    assert live != sorted(live, reverse=True)
-    future = submit(single, problem, num_tasks=7)
-    future.result()
-    in_order = sorted(future.report.tasks, key=lambda task: task.started)
-    assert [live[task.index] for task in in_order] == sorted(filter(None, live), reverse=True)
+    assert len(calls) == len(report.tasks) == num_reports
+    assert report.seconds >= report.slowest_seconds > 0
+    pairs = [
+        task.live_pairs * part.query.shape[1] * len(part.query)
+        for part, plan in plans
+        for task in plan.tasks
+    ]
+    done = [0, *(number for number, _ in calls)]
+    assert sorted(b - a for a, b in pairwise(done)) == sorted(filter(None, pairs))
+    assert {total for _, total in calls} == {sum(pairs)} == {done[-1]}

@@ -8,7 +8,6 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 from calls import (
-    are_equal,
     assert_kills_change_no_bit,
     at_second_result,
     both_passes,
@@ -21,7 +20,6 @@ import cqs
 from cqs.executors.ray import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.pool import Calls
-from cqs.executors.ray.tasks.job import ATTEND, Job
 from cqs.executors.ray.tasks.run import Run
 
 pytestmark = pytest.mark.ray
@@ -68,23 +66,6 @@ def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed):
     assert future.report.reruns >= 2
     wait_for_workers(cluster, 4)
     assert not set(victims) & set(cluster.pids)
-
-
-def test_a_worker_killed_in_the_backward_pass_does_not_change_a_bit(pair, tensors, monkeypatch):
-    wait_for_workers(pair, 2)
-    expected, accept, killed = both_passes(pair, tensors), Job.accept, []
-
-    def kill_after_two(self, group, merged):
-        accept(self, group, merged)
-        if self.of_pass is ATTEND:
-            return
-        killed.append(group)
-        if len(killed) == 2:
-            os.kill(pair.pids[0], signal.SIGKILL)
-
-    monkeypatch.setattr(Job, "accept", kill_after_two)
-    assert are_equal(both_passes(pair, tensors), expected)
-    assert len(killed) == len(set(killed)) == 2 * 13
 
 
 def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(

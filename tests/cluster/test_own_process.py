@@ -474,8 +474,6 @@ def test_an_address_of_the_environment_without_a_cluster_is_named(monkeypatch, c
         if case == "no gRPC":
             threading.Thread(target=refuse, args=[server], daemon=True).start()
         if case == "interrupt":
-            # Processes in the background of a shell ignore the signal.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         kind = KeyboardInterrupt if case == "interrupt" else ValueError
         message = None if case == "interrupt" else "^address must be .*, got 'auto'"
@@ -499,37 +497,34 @@ def ray_head():
         gcs.bind(("127.0.0.1", 0))
         server.bind(("127.0.0.1", 0))
         port, server_port = gcs.getsockname()[1], server.getsockname()[1]
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "c" * 64,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or 127.0.0.1 would not be used on Linux
+    }
     with private_folder() as folder:
-        yield from run_ray_head(folder, port, server_port)
-
-
-def run_ray_head(folder, port, server_port):
-    command = f"""
-        ray start --head --block --node-ip-address 127.0.0.1 --port {port} --num-cpus 3
-        --ray-client-server-port {server_port} --min-worker-port 0 --max-worker-port 0
-        --include-dashboard false --object-store-memory 200000000 --temp-dir {folder}
-    """
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *command.split()[1:]],
-        env={
-            **os.environ,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "c" * 64,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or 127.0.0.1 would not be used on Linux
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield f"ray://127.0.0.1:{server_port}" if answers(server_port, head) else None
-    finally:
-        head.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(head.pid, signal.SIGKILL)
+        command = f"""
+            -m ray.scripts.scripts start --head --block --node-ip-address 127.0.0.1
+            --port {port} --ray-client-server-port {server_port} --num-cpus 3
+            --min-worker-port 0 --max-worker-port 0 --include-dashboard false
+            --object-store-memory 200000000 --temp-dir {folder}
+        """
+        head = subprocess.Popen(
+            [sys.executable, *command.split()],
+            env=os.environ | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield f"ray://127.0.0.1:{server_port}" if answers(server_port, head) else None
+        finally:
+            head.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
 
 
 def answers(port, process):

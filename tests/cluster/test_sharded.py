@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from calls import cluster_of, notice_stalls_after
+from calls import cluster_of, notice_stalls_after, tensors_of
 
 import cqs
 from benchmarks.cases import Case
@@ -36,10 +37,6 @@ def pickle_by_value(ray_session):
     ray_session.cloudpickle.register_pickle_by_value(this)
     yield
     ray_session.cloudpickle.unregister_pickle_by_value(this)
-
-
-def tensors(problem):
-    return problem.query, problem.key, problem.value
 
 
 def make(rank, num_ranks):
@@ -133,16 +130,19 @@ def test_a_function_that_fails_on_one_rank_ends_the_others(cluster):
     with pytest.raises(KeyError, match="no such layer") as caught:
         ones.map(fail_on_two, is_collective=True)
     assert caught.value.__notes__ == ["raised on rank 2 of 4"]
-    with pytest.raises(TypeError, match="is_collective must be a bool, got 1"):
-        ones.map(fail_on_two, is_collective=1)
 
 
 def test_any_dimension_and_number_of_tensors(cluster):
+    """What is given and what is returned are copies."""
     hidden, positions = torch.randn(2, 10, 6), torch.arange(10).expand(2, 10)
+    expected = 2 * hidden * positions.unsqueeze(-1)
     sharded = cluster.shard(hidden, positions, dim=1)
-    assert all(map(torch.equal, sharded.to_local(dim=1), (hidden, positions)))
+    local = sharded.to_local(dim=1)
+    assert all(map(torch.equal, local, (hidden, positions)))
+    hidden.zero_()
+    local[0].zero_()
     doubled = sharded.map(lambda hidden, positions: 2 * hidden * positions.unsqueeze(-1))
-    assert torch.equal(doubled.to_local(dim=1), 2 * hidden * positions.unsqueeze(-1))
+    assert torch.equal(doubled.to_local(dim=1), expected)
 
 
 def test_what_nothing_refers_to_is_freed(cluster):
@@ -159,15 +159,6 @@ def test_what_nothing_refers_to_is_freed(cluster):
     del sharded, mapped
     gc.collect()  # the error's traceback refers to itself
     assert shards_on(cluster) == [before] * 4
-
-
-def test_sharding_copies(cluster):
-    tensor = torch.zeros(8)
-    sharded = cluster.shard(tensor, dim=0)
-    tensor += 1
-    local = sharded.to_local(dim=0)
-    local += 1
-    assert not sharded.to_local(dim=0).any()
 
 
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError])  # PyTorch raises the latter
@@ -198,63 +189,42 @@ def test_one_rank_that_fails_in_attention_ends_the_others(cluster):
 
 
 def test_wrong_arguments_are_named(cluster, pair):
-    sharded = cluster.make_sharded(make)
-    single = cluster.attention(sharded)
+    """Options that no cluster has are refused in test_matrix.py."""
+    sharded, (query, key, _) = cluster.make_sharded(make), whole()
+    single, attend = cluster.attention(sharded), partial(cluster.attention, sharded)
+    ones, of_pair = torch.ones(3), pair.make_sharded(make)
     wrong = [
         (lambda: cluster.shard(), TypeError, "one tensor or several"),
         (lambda: cluster.shard(1), TypeError, r"tensors\[0\] must be a tensor, got int"),
-        (lambda: cluster.shard(torch.ones(3)), ValueError, "dim must be .* got 2"),
+        (lambda: cluster.shard(ones), ValueError, "dim must be .* got 2"),
+        (lambda: cluster.shard(ones, dim="a"), TypeError, "dim must be an integer"),
         (
-            lambda: cluster.shard(whole()[0], whole()[1].requires_grad_()),
+            lambda: cluster.shard(query, key.requires_grad_()),
             ValueError,
             r"^tensors\[1\] .*requires_grad=True",
         ),
         (lambda: cluster.make_sharded(3), TypeError, "function must be callable, got 3"),
         (lambda: cluster.make_sharded(lambda *_: 3), TypeError, "a tensor or several, got int"),
         (
-            lambda: cluster.make_sharded(lambda rank, _: [torch.ones(1)] * (1 + rank % 2)),
+            lambda: cluster.make_sharded(lambda rank, _: [ones] * (1 + rank % 2)),
             ValueError,
             "got 2 on rank 1 and 1 on rank 0",
         ),
         (lambda: sharded.map(3), TypeError, "function must be callable, got 3"),
         (lambda: sharded.map(lambda *_: ()), TypeError, "a tensor or several, got none"),
-        (lambda: cluster.shard(torch.ones(3), dim="a"), TypeError, "dim must be an integer"),
         (lambda: sharded.map(triple, 3), TypeError, "sharded sequences, got int"),
+        (lambda: sharded.map(triple, is_collective=1), TypeError, "must be a bool, got 1"),
         (lambda: pair.attention(sharded), ValueError, "must belong to this cluster"),
-        (
-            lambda: pair.make_sharded(make).map(min, sharded),
-            ValueError,
-            "must belong to this cluster",
-        ),
+        (lambda: of_pair.map(min, sharded), ValueError, "must belong to this cluster"),
         (lambda: cluster.attention(single), ValueError, "query, key and value, got 1 tensors"),
-        (lambda: cluster.attention(sharded, progress=True), TypeError, "not support .*progress"),
-        (lambda: cluster.attention(sharded, verify=1), TypeError, "verify must be a bool, got 1"),
-        (lambda: cluster.attention(sharded, num_tasks=4), TypeError, "not support .*num_tasks"),
-        (
-            lambda: cluster.attention(*whole(), head_parallel=2),
-            TypeError,
-            "head_parallel must be .* got 2",
-        ),
-        (
-            lambda: cluster.attention(*whole(), max_bytes=10**6),
-            TypeError,
-            "max_bytes must be None .* got 1000000",
-        ),
-        (lambda: cluster.attention(sharded, max_bytes=0), ValueError, "max_bytes .* got 0"),
-        (
-            lambda: cluster.attention(sharded, max_bytes=100),
-            ValueError,
-            "max_bytes must be at least [0-9]+ for these tensors and options, got 100",
-        ),
-        (lambda: cluster.attention(whole()[0]), TypeError, "key and value must be"),
-        (lambda: cluster.attention(sharded, scale="a"), TypeError, "scale must be a number"),
-        (lambda: cluster.attention(sharded, backend="fast"), ValueError, "backend must be"),
-        (lambda: cluster.attention(sharded, backend="cudnn"), NotImplementedError, "CUDA"),
-        (
-            lambda: cluster.attention(sharded, head_parallel=3),
-            ValueError,
-            "head_parallel must be .* got 3",
-        ),
+        (lambda: cluster.attention(query), TypeError, "key and value must be"),
+        (lambda: attend(verify=1), TypeError, "verify must be a bool, got 1"),
+        (lambda: attend(max_bytes=0), ValueError, "max_bytes .* got 0"),
+        (lambda: attend(max_bytes=100), ValueError, "max_bytes must be at least [0-9]+ .* got 100"),
+        (lambda: attend(scale="a"), TypeError, "scale must be a number"),
+        (lambda: attend(backend="fast"), ValueError, "backend must be"),
+        (lambda: attend(backend="cudnn"), NotImplementedError, "CUDA"),
+        (lambda: attend(head_parallel=3), ValueError, "head_parallel must be .* got 3"),
     ]
     for call, error, message in wrong:
         with pytest.raises(error, match=message):
@@ -279,7 +249,7 @@ def model(output):
 
 def answers(cluster, problem):
     """Two layers, what is between them, and two more in one call."""
-    sharded = cluster.shard(*tensors(problem))
+    sharded = cluster.shard(*tensors_of(problem))
     first = cluster.attention(sharded, is_causal=True, dropout_p=0.1, seed=1, backend="reference")
     second = cluster.attention(
         first.map(lambda output: (output, output[:, ::4], output[:, 1::4])), is_causal=True
@@ -402,7 +372,7 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
 def test_a_stalled_worker_is_replaced(pair, problem, undisturbed, monkeypatch):
     """It hangs while the others wait for it in the exchange."""
     notice_stalls_after(5, pair, monkeypatch)
-    sharded = pair.shard(*tensors(problem))
+    sharded = pair.shard(*tensors_of(problem))
     victim = pair.pids[1]
     os.kill(victim, signal.SIGSTOP)
     output = pair.attention(
@@ -431,10 +401,10 @@ def test_a_worker_that_stalls_alone_is_replaced(pair, is_settled, monkeypatch):
 def test_workers_meet_after_some_have_failed_to(problem):
     """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
     with cqs.Cluster(num_workers=2, use_gpus=False, stall_timeout=3) as cluster:
-        sharded = cluster.shard(*tensors(problem))
+        sharded = cluster.shard(*tensors_of(problem))
         os.kill(cluster.pids[1], signal.SIGSTOP)
         output = cluster.attention(sharded).to_local()
-    torch.testing.assert_close(output, cqs.attention(*tensors(problem)))
+    torch.testing.assert_close(output, cqs.attention(*tensors_of(problem)))
 
 
 @pytest.mark.sample(9)
@@ -460,19 +430,22 @@ def test_workers_at_work_outlive_the_failure_of_another(cluster, ends, tmp_path)
     assert len(set(before) - set(cluster.pids)) == (ends == "exits")
 
 
-def test_workers_in_a_rendezvous_outlive_one_that_fails(ray_session, problem, tmp_path):
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)])
+def test_workers_meet_although_one_fails_to(ray_session, problem, tmp_path, number, seconds):
+    """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
+
     class Mortal(TaskActor):
         def join(self, generation, place, *arguments):
             if place[0] == 1 and not (tmp_path / "mark").exists():
                 (tmp_path / "mark").touch()
-                os._exit(1)
+                os.kill(os.getpid(), number)
             super().join(generation, place, *arguments)
 
-    with cluster_of(Mortal, num_workers=3) as cluster:
-        sharded, before = cluster.shard(*tensors(problem)), cluster.pids
+    with cluster_of(Mortal, num_workers=3, stall_timeout=seconds) as cluster:
+        sharded, before = cluster.shard(*tensors_of(problem)), cluster.pids
         output = cluster.attention(sharded, is_causal=True).to_local()
-        assert len(set(before) - set(cluster.pids)) == 1
-    torch.testing.assert_close(output, cqs.attention(*tensors(problem), is_causal=True))
+        assert number == signal.SIGSTOP or len(set(before) - set(cluster.pids)) == 1
+    torch.testing.assert_close(output, cqs.attention(*tensors_of(problem), is_causal=True))
 
 
 class StuckEvent:
@@ -486,64 +459,46 @@ class StuckEvent:
             time.sleep(0.01)
 
 
-def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(ray_session, problem, tmp_path):
-    """Though its actor has answered: what is made again first may need no group."""
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(
+    ray_session, problem, tmp_path, is_followed
+):
+    """Though its actor has answered, alone or with the rank that fails before other work."""
 
     class Lazy(TaskActor):
         def compute(self, number, pickled, place, *arguments):
-            if pickle.loads(pickled).name != "attention" or (tmp_path / "mark").exists():
+            mark = tmp_path / str(place[0])
+            if pickle.loads(pickled).name != "attention" or mark.exists():
                 return super().compute(number, pickled, place, *arguments)
-            if place[0] == 1:
-                time.sleep(1)
-                (tmp_path / "mark").touch()
-                os._exit(1)
-            self._made = StuckEvent(self)
-            return ((1,),)
-
-    def make_part(rank, num_ranks):
-        return [tensor.tensor_split(num_ranks, 2)[rank] for tensor in tensors(problem)]
-
-    with cluster_of(Lazy, num_workers=2, stall_timeout=120) as cluster:
-        before, start = cluster.pids, time.monotonic()
-        made = cluster.make_sharded(make_part).map(lambda *parts: parts, is_collective=True)
-        found = cluster.attention(made, is_causal=True).to_local()
-        assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 60
-    torch.testing.assert_close(found, cqs.attention(*tensors(problem), is_causal=True))
-
-
-def test_other_work_waits_for_no_gpu_that_waits_for_a_failed_rank(ray_session, problem, tmp_path):
-    class Lazy(TaskActor):
-        def compute(self, number, pickled, place, *arguments):
-            if pickle.loads(pickled).name != "attention" or (tmp_path / str(place[0])).exists():
-                return super().compute(number, pickled, place, *arguments)
-            (tmp_path / str(place[0])).touch()
+            mark.touch()
             if place[0] == 1:
                 threading.Timer(0.5, os._exit, (1,)).start()
+                time.sleep(0 if is_followed else 60)
             self._made = StuckEvent(self)
             return ((1,),)
 
         def _synchronize(self):
             self.settle()
 
+    tensors = tensors_of(problem)
+
+    def make_part(rank, num_ranks):
+        return [tensor.tensor_split(num_ranks, 2)[rank] for tensor in tensors]
+
     with cluster_of(Lazy, num_workers=2, stall_timeout=120) as cluster:
-        sharded, before = cluster.shard(*tensors(problem)), cluster.pids
-        cluster.attention(sharded, is_causal=True)
-        start = time.monotonic()
-        output = cluster.attention(*tensors(problem), is_causal=True)
+        made = cluster.make_sharded(make_part).map(lambda *parts: parts, is_collective=True)
+        before, start = cluster.pids, time.monotonic()
+        found = cluster.attention(made, is_causal=True)
+        if is_followed:
+            output = cluster.attention(*tensors, is_causal=True)
+        else:
+            output = found.to_local()
         assert len(set(before) - set(cluster.pids)) == 1 and time.monotonic() - start < 60
-    torch.testing.assert_close(output, cqs.attention(*tensors(problem), is_causal=True))
-
-
-@pytest.fixture
-def sigint():
-    """Python's handler of SIGINT, which a process started in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    torch.testing.assert_close(output, cqs.attention(*tensors, is_causal=True))
 
 
 @pytest.mark.parametrize("is_collective", [False, True])
-def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypatch, sigint):
+def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypatch):
     ones, before = pair.make_sharded(lambda *_: torch.ones(1)), pair.pids
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

@@ -53,9 +53,10 @@ def test_every_world_is_exact(ranks, num_ranks):
         assert max(errors) < 1e-10
 
 
-def test_every_run_is_bitwise_identical(ranks):
+@pytest.mark.parametrize("options", [{}, {"max_bytes": 40_000}], ids=["", "max_bytes"])
+def test_every_run_is_bitwise_identical(ranks, options):
     case = Case("bits", 130, 130, 4, 2, is_causal=True)
-    assert ranks.run(7, deviating_calls, 3, case, cuts_of(case, 7, 2), {}) == [[]] * 7
+    assert ranks.run(7, deviating_calls, 3, case, cuts_of(case, 7, 2), options) == [[]] * 7
 
 
 def error_beside_messages(group, *problem):

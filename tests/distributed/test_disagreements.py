@@ -160,7 +160,7 @@ def outcomes_of_programs(group, num_ranks, programs):
 
 def outcome(group, program):
     """Run the passes of this rank until one fails."""
-    rank, forward = dist.get_rank(group), {}
+    rank, passes = dist.get_rank(group), {}
     differs = rank == program.of_rank and program.kind in (*KINDS[:4], *SILENT)
     right = wrong = 0
     for i, (pass_, number) in enumerate(events_of(program, rank)):
@@ -170,28 +170,22 @@ def outcome(group, program):
                 raise KeyError("as if")
             if pass_ == "forward":
                 kind = program.kind if differs and i == program.at else ""
-                forward[number], is_right = run_forward(group, program, number, kind)
+                passes[number] = run_forward(group, program, number, kind)
+                _, output, right_results = passes[number]
+                is_right = are_close([output], right_results[:1])
             else:
-                is_right = run_backward(forward[number])
+                shards, output, right_results = passes[number]
+                loss = output.square().sum()
+                gradients = torch.autograd.grad(loss, shards, retain_graph=True)
+                is_right = are_close(gradients, right_results[1:])
         except Exception as error:
             return right, wrong, type(error).__name__, str(error), time.monotonic() - start
         right, wrong = right + is_right, wrong + (not is_right)
     return right, wrong, "", "", 0.0
 
 
-class Forward(NamedTuple):
-    """What a forward pass leaves to the backward pass, of this rank and of one process."""
-
-    output: torch.Tensor
-    shards: list[torch.Tensor]
-    expected: torch.Tensor
-    whole: list[torch.Tensor]
-    rows: list[slice]
-    """Rows of query, key and value that this rank has."""
-
-
 def run_forward(group, program, number, kind):
-    """Return the pass and whether its output is right."""
+    """Return shards, output, and the right output and gradients of this rank's rows."""
     call, rank = program.calls[number], dist.get_rank(group)
     batch, *heads, dim = TENSORS[program.name] if kind == "tensors" else (1, 4, 4, 8)
     options = dict(call.options)
@@ -217,19 +211,13 @@ def run_forward(group, program, number, kind):
     output = answer.output if isinstance(answer, tuple) else answer
     known = {"is_causal", "pattern", "scale", "dropout_p", "seed", "backend"}
     expected = cqs.attention(*whole, **{k: v for k, v in options.items() if k in known})
-    is_right = torch.allclose(output, expected[:, :, rows[0]], atol=1e-9)
-    return Forward(output, shards, expected, whole, rows), is_right
+    gradients = torch.autograd.grad(expected.square().sum(), whole)
+    of_rank = zip((expected, *gradients), (rows[0], *rows), strict=True)
+    return shards, output, [each[:, :, own] for each, own in of_rank]
 
 
-def run_backward(forward):
-    """Return whether the gradients of this rank's shards are right."""
-    output, shards, expected, whole, rows = forward
-    found = torch.autograd.grad(output.square().sum(), shards, retain_graph=True)
-    exact = torch.autograd.grad(expected.square().sum(), whole, retain_graph=True)
-    return all(
-        torch.allclose(ours, of_whole[:, :, own], atol=1e-9)
-        for ours, of_whole, own in zip(found, exact, rows, strict=True)
-    )
+def are_close(found, right):
+    return all(torch.allclose(*pair, atol=1e-9) for pair in zip(found, right, strict=True))
 
 
 @pytest.mark.sample(25)

@@ -47,6 +47,7 @@ def test_random_plans_are_valid(batch):
 def test_random_problems_are_exact(ranks, batch):
     num_ranks = 1 + (batch + 5) % 8
     problems = random_problems(batch, BATCH, num_ranks)
+    problems += random_problems(batch, BATCH // 6, num_ranks, is_packed=True)
     for *errors, problem in zip(
         *ranks.run(num_ranks, largest_errors, problems), problems, strict=True
     ):
@@ -131,30 +132,26 @@ def test_links_decide_the_plan_of_all_ranks(ranks, links, kind):
         assert chosen == (7, kind, 1)
 
 
+HOSTS = [
+    *[([0, 0, 0, 0], 4), ([0, 0, 1, 1], 2), ([0, 0, 1, 1, 2, 2], 2), ([0, 0, 0, 1], 1)],
+    *[([0, 1, 0, 1], 1), ([0, 1, 1, 2], 1), ([0], 1)],
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hosts", "number"),
-    [([7, 7, 7, 7], 4), ([7, 7, 9, 9], 2), ([7, 7, 7, 9], 1), ([7, 9, 7, 9], 1), ([7], 1)],
-    ids=str,
-)
-def test_auto_degrees_depend_on_hosts(ranks, hosts, number):
-    for (chosen, *_), *_ in ranks.run(len(hosts), call_on_hosts, hosts):
-        assert chosen == number
-
-
-@pytest.mark.parametrize(
-    ("hosts", "other", "sharing"), [([0, 0, 1, 1, 2, 2], 2, 2), ([0, 1, 1, 2], 1, 1)]
-)
-def test_rank_0_measures_the_links_between_hosts_once(ranks, hosts, other, sharing):
-    (calls, first), *rest = (found for _, *found in ranks.run(len(hosts), call_on_hosts, hosts))
-    assert calls == [(other, sharing)]
-    assert [len(calls) for calls, _ in rest] == [rank == other for rank in range(1, len(hosts))]
-    assert all(links == first for _, links in rest) and first[0] == first[1]
-    assert first[0].bandwidth > 0 and first[0].latency > 0
-
-
-def test_links_within_a_host_are_not_measured(ranks):
-    assert [calls for _, calls, _ in ranks.run(3, call_on_hosts, [0, 0, 0])] == [[]] * 3
+@pytest.mark.parametrize(("hosts", "per_host"), HOSTS, ids=str)
+def test_links_between_hosts_are_measured_once(ranks, hosts, per_host):
+    """By rank 0 and the first on another host; ranks of a host are neighbours of equal number."""
+    found = ranks.run(len(hosts), call_on_hosts, hosts)
+    other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+    measuring = set() if other is None else {0, other}
+    for rank, ((number, *_), calls, links) in enumerate(found):
+        assert number == per_host and len(calls) == (rank in measuring)
+        assert links == found[0][2] and links[0] == links[1]
+    if measuring:
+        _, calls, (links, _) = found[0]
+        assert calls == [(other, per_host)]
+        assert links.bandwidth > 0 and links.latency > 0
 
 
 def links_of_later_groups(group, hosts, links):

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
@@ -256,25 +257,13 @@ def fail(*_):
     raise torch.OutOfMemoryError("as if")
 
 
-def test_a_call_that_fails_can_be_left_out_of_a_graph(monkeypatch):
-    call = make_call(20, 20)
-
-    def program(world, rank, transport):
-        attend(transport, rank, call, draw_tensors(call))
-        world.swap()
-        monkeypatch.setattr(rank_task.ChunkTask, "compute_away", fail)
-        graph = fake_gpus.Graph()
-        with graph, pytest.raises(torch.OutOfMemoryError, match="as if"):
-            attend(transport, rank, call, draw_tensors(call))
-        graph.replay()
-
-    run_ranks(2, program)
-
-
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("failing_chunk", [0, 1])
-def test_a_call_may_follow_one_that_failed_on_all_ranks(monkeypatch, failing_chunk, with_gradients):
-    """As if memory was short where results for other ranks are computed."""
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_call_may_follow_one_that_failed_on_all_ranks(
+    monkeypatch, is_captured, failing_chunk, with_gradients
+):
+    """As if memory was short where results for other ranks are computed; also in a graph."""
     call = make_call(10, 10, 10, 10, heads=(2, 2), with_gradients=with_gradients)
     tensors, failing, compute = draw_tensors(call), {}, rank_task.ChunkTask.compute_away
 
@@ -288,8 +277,11 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(monkeypatch, failing_chu
     def program(world, rank, transport):
         for failing[rank] in (False, True, False):
             if failing[rank]:
-                with pytest.raises(torch.OutOfMemoryError, match="as if"):
-                    attend(transport, rank, call, tensors)
+                graph = fake_gpus.Graph()
+                with graph if is_captured else nullcontext():
+                    with pytest.raises(torch.OutOfMemoryError, match="as if"):
+                        attend(transport, rank, call, tensors)
+                graph.replay()
             else:
                 results = attend(transport, rank, call, tensors)
             synchronize()
@@ -324,27 +316,6 @@ def test_a_call_may_follow_one_on_which_the_ranks_disagree(monkeypatch, is_first
     assert_exact(call, tensors, run_ranks(3, program, seed=1))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_waits_for_a_failed_rank_can_be_released(seed):
-    call = draw_calls(random.Random(seed), 3)[0]
-    call |= {"lengths": (10, 20, 10), "with_gradients": False}
-    tensors = draw_tensors(call)
-
-    def program(world, rank, transport):
-        attend(transport, rank, call, tensors)
-        synchronize()
-        world.swap()
-        if rank == 1:
-            return
-        attend(transport, rank, call, tensors)
-        transport.release(5)
-        synchronize()
-        with pytest.raises(RuntimeError, match="aborted"):
-            attend(transport, rank, call, tensors)
-
-    run_ranks(3, program, seed)
-
-
 def test_memory_of_a_pass_that_was_released_is_freed():
     call, memories = make_call(20, 20), []
 
@@ -366,31 +337,39 @@ def test_memory_of_a_pass_that_was_released_is_freed():
     assert memories[0].addresses == [0, 0]
 
 
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("has_grown", [False, True])
-def test_replays_that_wait_for_a_failed_rank_can_be_released(monkeypatch, has_grown):
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_waits_for_a_failed_rank_can_be_released(monkeypatch, is_replayed, has_grown, seed):
     """Also of graphs captured before there was more memory, on a stream that no call was on."""
     set_least_bytes(monkeypatch, 512)
-    monkeypatch.setattr(peer_memory, "_RELEASED_SECONDS", 0.5)
-    call, larger = make_call(20, 20), make_call(20, 20, heads=(32, 32))
+    monkeypatch.setattr(peer_memory, "_RELEASED_SECONDS", 1)
+    call, larger = make_call(10, 20, 10), make_call(10, 20, 10, heads=(32, 32))
 
     def program(world, rank, transport):
-        attend(transport, rank, call, draw_tensors(call))
-        graph = fake_gpus.Graph()
-        with graph:
-            attend(transport, rank, call, draw_tensors(call))
+        launch = again = partial(attend, transport, rank, call, draw_tensors(call))
+        launch()
+        if is_replayed:
+            graph = fake_gpus.Graph()
+            with graph:
+                launch()
+            again = graph.replay
         if has_grown:
             attend(transport, rank, larger, draw_tensors(larger))
-        graph.replay()
+        again()
         synchronize()
         world.swap()
         if rank == 1:
             return
         fake_gpus.set_stream(fake_gpus.Stream())
-        graph.replay()
+        again()
         transport.release(5)
-        graph.replay()
+        if is_replayed:
+            again()
+        with pytest.raises(RuntimeError, match="aborted"):
+            launch()
 
-    run_ranks(2, program)
+    run_ranks(3, program, seed)
 
 
 def test_gpus_that_do_not_reach_each_other_are_not_connected(monkeypatch):

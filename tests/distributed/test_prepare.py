@@ -10,7 +10,6 @@ from programs import ShardedProblem, cut, raised
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.patterns import sliding_window
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +44,6 @@ def compare_prepared(group, case, options, num_joint):
     ("case", "options", "num_joint"),
     [
         (Case("causal", 40, 60, 4, 2, is_causal=True), {"return_lse": True}, None),
-        (Case("cross", 40, 60, 4, 4), {"num_chunks": 2, "head_parallel": 1, "verify": True}, 6),
-        (Case("window", 40, 60, 4, 4, pattern=sliding_window(9, 4)), {"plan": "rows"}, 6),
         (Case("dropout", 40, 60, 4, 4), {"dropout_p": 0.3, "backend": "reference"}, 6),
     ],
     ids=lambda each: each.name if isinstance(each, Case) else "",

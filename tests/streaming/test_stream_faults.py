@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -107,7 +108,9 @@ def test_a_shortage_in_the_middle_counts_no_pair_twice(error):
         assert next(calls) == 1
 
 
-def test_no_file_stays_open(maps):
+def test_no_file_stays_open(maps, monkeypatch):
+    """After runs to the end, some blocks, and an error at the beginning."""
+
     def number():
         return len(os.listdir("/proc/self/fd"))
 
@@ -116,7 +119,11 @@ def test_no_file_stays_open(maps):
         cqs.streaming.attention(*map(open_tensor, ("q.npy", "k.npy", "v.npy")), out=out, **WITHIN)
         with pytest.raises(Stop):
             cqs.streaming.attention(*maps, out=out, progress=stop_after(3), **WITHIN)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
+            cqs.streaming.attention(*maps, out=out, resume="run", **WITHIN)
     assert number() <= before + 1, "and the map of the output"
+    assert not os.path.exists("run")
 
 
 def test_what_holds_scores_computes_few_at_a_time():

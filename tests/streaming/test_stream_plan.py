@@ -84,12 +84,3 @@ def test_a_billion_tokens_are_planned_without_delay():
     chunks = (tokens for block in plan.blocks() for tokens in block.chunks)
     assert len(list(itertools.islice(chunks, 10**4))) == 10**4
     assert time.process_time() - start < 4
-
-
-def test_a_budget_below_one_tile_is_refused():
-    with pytest.raises(ValueError, match="at least .*tile of 128 queries") as caught:
-        make_stream_plan(1000, 1000, SHAPE, budget=1000)
-    least = int(str(caught.value).split()[5])
-    assert make_stream_plan(1000, 1000, SHAPE, budget=least).rows == 128
-    with pytest.raises(ValueError, match="memory_budget must be at least"):
-        make_stream_plan(1000, 1000, SHAPE, budget=least - 1)

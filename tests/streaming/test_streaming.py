@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,8 +19,9 @@ import pytest
 import torch
 from option_table import least
 from safetensors.torch import save_file
-from streams import Stop, new_output, stop_after
-from support.exact import assert_tracks_exact, eager_output, exact_answer
+from score_cases import Drawn, assert_tracks_definition, compute_by
+from streams import go_on_after, new_output
+from support.exact import exact_answer
 
 import cqs
 from benchmarks.cases import CASES
@@ -74,24 +77,19 @@ def test_every_case_is_exact(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_every_dtype_tracks_exact_with_gradients(device, dtype, is_pinned):
-    case = CASES[8]
-    problem = case.make(dtype)
-    leaves = [tensor.pin_memory() if is_pinned else tensor for tensor in tensors(problem)]
-    leaves = [tensor.clone().requires_grad_() for tensor in leaves]
-    attend = partial(cqs.streaming.attention, *leaves, is_causal=True, device=device)
-    output = attend(memory_budget=least(attend, "memory_budget"))
-    exact = exact_answer(problem)
-    assert_tracks_exact(output.detach(), eager_output(problem), exact.output, slack=4)
-    grad_output = torch.randn(output.shape).to(dtype)
-    found = torch.autograd.grad(output, leaves, grad_output)
-    whole = [tensor.double().requires_grad_() for tensor in tensors(problem)]
-    expected = torch.autograd.grad(
-        cqs.attention(*whole, is_causal=True), whole, grad_output.double()
-    )
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == dtype and ours.device.type == "cpu"
-        error = (ours.double() - theirs).norm() / theirs.norm()
-        assert error < 4 * torch.finfo(dtype).eps
+    problem = CASES[8].make(dtype)
+    if is_pinned:
+        names = "query", "key", "value"
+        problem = replace(problem, **{each: getattr(problem, each).pin_memory() for each in names})
+    drawn = Drawn(problem, random.Random(0))
+
+    def compute(memory_budget):
+        attend = partial(cqs.streaming.attention, device=device, memory_budget=memory_budget)
+        return compute_by(attend, problem, drawn)
+
+    output, _, *gradients = compute(least(compute, "memory_budget"))
+    assert all(each.dtype == dtype and each.device.type == "cpu" for each in gradients)
+    assert_tracks_definition((output, None, *gradients), problem, drawn, slack=4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -219,20 +217,11 @@ def test_safetensors_and_functions(tmp_path):
 LIKE_VALUE = (1, 2, 300, 16), torch.float32
 
 
-@pytest.mark.parametrize("number", [1, 17])
-def test_what_was_stopped_goes_on_bitwise_identically(arrays, tmp_path, number):
+@pytest.mark.parametrize(("number", "least_share"), [(1, 0), (17, 0.05)], ids=["1", "17"])
+def test_what_was_stopped_goes_on_bitwise_identically(arrays, tmp_path, number, least_share):
     *mapped, out = arrays
-    options = {"memory_budget": 60_000, "is_causal": True, "return_lse": True}
-    whole, whole_lse = attend(mapped, **options)
-    options |= {"out": out, "resume": tmp_path / "run"}
-    with pytest.raises(Stop):
-        attend(mapped, progress=stop_after(number), **options)
-    seen = []
-    _, lse = attend(mapped, progress=lambda *done: seen.append(done), **options)
-    assert np.array_equal(out, whole) and torch.equal(lse, whole_lse)
-    assert seen[-1][0] == seen[-1][1]
-    if number == 17:
-        assert seen[0][0] > seen[-1][1] / 20, "begins where the other ended"
+    share = go_on_after(number, mapped, mapped, out, (60_000, 60_000), is_causal=True)
+    assert share > least_share, "begins where the other ended"
     assert sorted(os.listdir(tmp_path)) == ["k.npy", "out.npy", "q.npy", "v.npy"]
 
 
@@ -271,7 +260,14 @@ def test_files_that_change_or_shrink_meanwhile_are_noticed(arrays, tmp_path):
         attend(mapped)
 
 
-def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_full_disk_is_an_error_and_nothing_half_written_counts(
+    request, arrays, tmp_path, monkeypatch, is_staged
+):
+    """Also where another thread writes."""
+    if is_staged:
+        request.getfixturevalue("cpu_as_gpu")
+        monkeypatch.setattr(transfers, "_STAGING_BYTES", 1000)
     *mapped, out = arrays
     write, left = os.pwrite, [30_000]
 
@@ -281,13 +277,13 @@ def test_a_full_disk_is_an_error_and_nothing_half_written_counts(arrays, tmp_pat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, view[:1000], place)
 
-    options = {"memory_budget": 60_000, "out": out, "resume": tmp_path / "run"}
+    options = {"memory_budget": 150_000, "out": out, "resume": tmp_path / "run"}
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", write_until_full)
         with pytest.raises(OSError, match="No space left"):
             attend(mapped, **options)
     attend(mapped, **options)
-    assert np.array_equal(out, attend(mapped, memory_budget=60_000))
+    assert np.array_equal(out, attend(mapped, memory_budget=150_000))
 
 
 def test_wrong_arguments_are_named(arrays, tmp_path, monkeypatch):
@@ -386,15 +382,6 @@ def test_pieces_of_pinned_memory_take_turns(
     gradients = [torch.autograd.grad(each.sin().sum(), leaves) for each in (output, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-def test_what_cannot_be_written_is_an_error_of_the_call(arrays, monkeypatch, cpu_as_gpu):
-    """Though it happens on another thread."""
-    monkeypatch.setattr(transfers, "_STAGING_BYTES", 1000)
-    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    *mapped, out = arrays
-    with pytest.raises(OSError, match="No space left"):
-        attend(mapped, out=out)
 
 
 def test_a_budget_below_that_of_the_backward_pass_is_refused_before_the_forward_pass():
