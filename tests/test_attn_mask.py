@@ -26,6 +26,7 @@ def draw_mask(shape, kind):
     return bias.masked_fill(~visible, -torch.inf) if kind == "holes" else bias
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "bias", "holes"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -224,6 +224,7 @@ def test_every_pair_on_ray_tasks(cluster, call):
     check(call, by_ray(cluster, "Ray tasks"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.ray
 @pytest.mark.slow
 @every_pair("Ray tasks, `submit`")

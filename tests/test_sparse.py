@@ -131,7 +131,7 @@ def count_pairs(name, num_tasks, backend, dtype, device, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @EVERY_PATTERN
 def test_every_live_pair_is_computed_once(name, num_tasks):

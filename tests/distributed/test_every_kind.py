@@ -42,7 +42,7 @@ def test_random_plans_are_valid(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(12)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
 def test_random_problems_are_exact(ranks, batch):
     num_ranks = 1 + (batch + 5) % 8

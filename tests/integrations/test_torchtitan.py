@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_three_ranks_have_the_losses_of_torchtitan_in_one_process(tmp_path):
     """Packed documents, 4 heads with 2 KV heads, forward, backward and optimizer."""
     run_program("titan_runs.py", tmp_path)

@@ -52,6 +52,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "shape", "options", "sizes"), TRAININGS.values(), ids=TRAININGS)
 def test_a_block_trains_as_on_one_device(mesh_ranks, make, shape, options, sizes):
     """In a decoder of one block or two."""
@@ -128,6 +129,7 @@ def test_a_block_is_llamas():
     torch.testing.assert_close(block(hidden), expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.long
 def test_a_compiled_decoder_trains_as_one_that_is_not(one_thread):
     """Compiled once for one length and once for any."""
     for tokens, stance in ((29, "default"), (31, "default"), (40, "fail_on_recompile")):

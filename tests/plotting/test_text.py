@@ -43,6 +43,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
 def test_no_text_overlaps_another(monkeypatch, draw):
     figure, draw_text, drawn = draw().figure, Text.draw, {}

@@ -49,6 +49,7 @@ def slice_of(tokens):
     return slice(tokens.start, tokens.stop)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("which", range(4))

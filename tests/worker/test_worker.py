@@ -50,7 +50,7 @@ def hold_only_needed(problem, task):
     return list(map(hold, tensors_of(problem), ranges))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @EVERY_DEVICE
 @pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
 @CASES
@@ -78,7 +78,7 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
         assert all(part[:, 0].isnan().all() and part[:, -1].isnan().all() for part in wide)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @EVERY_DEVICE
 @pytest.mark.parametrize("num_tasks", [2, 8])
 @CASES
@@ -179,6 +179,7 @@ def test_predicted_peak_is_what_a_task_holds(backend, tokens, pattern, dtype, dr
     assert_as_predicted(problem, 3, backend)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     "pattern",
     [sliding_window(40, 0), strided(8), strided(9), longformer(40, 3), RANDOM],
