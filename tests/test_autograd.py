@@ -87,6 +87,7 @@ def test_gradients_are_right(case, device, backend, dtype, num_tasks):
     assert_right(problem, num_tasks=num_tasks, backend=backend)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize("scale", [-0.7, 0.0])

@@ -257,6 +257,7 @@ def fail(*_):
     raise torch.OutOfMemoryError("as if")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("failing_chunk", [0, 1])
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -337,6 +338,7 @@ def test_memory_of_a_pass_that_was_released_is_freed():
     assert memories[0].addresses == [0, 0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("has_grown", [False, True])
 @pytest.mark.parametrize("is_replayed", [False, True])

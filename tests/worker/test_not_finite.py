@@ -56,7 +56,7 @@ def spoil(name, entry, device, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
+@pytest.mark.sample(20)
 @every_combination
 @NOT_FINITE
 @pytest.mark.parametrize("name", CALLS)

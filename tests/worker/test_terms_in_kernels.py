@@ -125,7 +125,7 @@ def dtypes_of(device):
     return [torch.float32, torch.float16] + [torch.bfloat16] * 2 * (device == "cuda")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @EVERY_DEVICE
 @pytest.mark.parametrize("seed", range(16))
 def test_random_terms_are_right(device, seed):
