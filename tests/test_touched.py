@@ -16,7 +16,6 @@ def graph():
     [
         ("cqs/integrations/jax.py", "tests/integrations/test_jax.py", "tests/test_api.py"),
         ("cqs/worker/flash.py", "tests/test_matrix.py", "tests/patterns/brute_force.py"),
-        ("tests/judged/framework.py", "tests/judged/sdpa.py", "cqs/api.py"),
         ("tests/cluster/conftest.py", "tests/cluster/test_failures.py", "tests/conftest.py"),
     ],
 )

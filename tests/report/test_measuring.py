@@ -137,7 +137,8 @@ def test_runs_on_a_cluster_are_measured(cluster):
     for name in PASSES:
         row = driver.measure(3, name)
         assert row.num_devices == 3
-        assert 0 < row.transfer_ms < row.median_ms and row.merge_ms > 0
+        assert 0 < row.transfer_ms < row.median_ms
+        assert 0 <= row.merge_ms < row.median_ms, "the slowest worker may merge nothing"
         assert (row.peak_ratio is None) == (name == "backward")
         here = MeasuredPass(replace(settings, executor="local"), name)
         plan = here.problem.make_plan(3)
