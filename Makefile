@@ -9,12 +9,13 @@ TIMED := $(PYTHON) tests/support/timed.py
 # Tests of Ray and of ranks share one process each, and every other file has one: see tests/conftest.py.
 TESTS := $(TIMED) $(VENV)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo quick test test-all test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
+.PHONY: help demo quick test touched test-all test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
 
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
 	@echo "make quick         the fast tests: no Ray, no GPU (a minute)"
-	@echo "make test          what the library, Ray and the adaptors promise (10 minutes on 2 cores)"
+	@echo "make test          what the library, Ray and the adaptors promise (11 minutes on 2 cores)"
+	@echo "make touched       what it leaves out and commits touch since SINCE=<commit>"
 	@echo "make test-all      every test, judged suites and faults: before a release (hours)"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
 	@echo "make mutants       check that tests notice faults: WORDS='merge scheduler ...' or all"
@@ -31,7 +32,7 @@ demo: $(DEMO_INSTALLED)
 	$(VENV)/python -m cqs demo
 
 # One thread each: on small tensors more threads wait for each other, and long where cores are busy.
-quick test test-all judge: export OMP_NUM_THREADS := 1
+quick test touched test-all judge: export OMP_NUM_THREADS := 1
 
 # No Ray, no GPU, nothing above a second: for a hook before each commit.
 quick: $(INSTALLED)
@@ -39,6 +40,10 @@ quick: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(TESTS) -m "not long"
+
+# What `make test` leaves out, as far as commits since SINCE change what it imports.
+touched: $(INSTALLED)
+	$(TIMED) $(VENV)/python -m tests.support.touched $(SINCE)
 
 # Also large samples, pages, notebooks, model families and benchmark programs.
 test-all: $(INSTALLED)

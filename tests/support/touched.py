@@ -1,7 +1,6 @@
-"""Run what ``make test`` leaves out and commits have touched: ``python -m tests.support.touched``.
+"""Run what ``make test`` leaves out and commits touch: ``python -m tests.support.touched COMMIT``.
 
-Those since the last run of ``make test-all`` without a failure, whose commit ``complete-run.txt``
-names. A test is touched if its file has changed, or one that it imports.
+Those since ``COMMIT``. A test is touched if its file has changed, or one that it imports.
 """
 
 import ast
@@ -13,7 +12,6 @@ from pathlib import Path, PurePath
 from tests.judged import SUITES
 
 ROOT = Path(__file__).parents[2]
-LAST = ROOT / "tests" / "complete-run.txt"
 FOLDERS = ".", "tests", "tests/distributed", "tests/nn"
 """Where Python looks for modules, besides the folder of a test."""
 READ = {
@@ -75,9 +73,9 @@ def touched(changed: set[str], graph: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def main() -> int:
+def main(commit: str) -> int:
     """Return 1 if a test, a published suite or a fault fails."""
-    changed = set(git("diff", "--name-only", LAST.read_text().strip(), "HEAD"))
+    changed = set(git("diff", "--name-only", commit, "HEAD"))
     found = touched(changed, imports(git("ls-files", "*.py")))
     found |= {READ[top] for file in changed if (top := file.partition("/")[0]) in READ}
     tests = sorted(filter(is_test, found))
@@ -97,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
