@@ -1,6 +1,5 @@
 """FlexAttention: mask and score functions of attention-gym and of PyTorch's tests."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -13,8 +12,6 @@ from cqs.integrations.flex import flex_attention
 from .framework import NUM_TASKS, Case, Suite, assert_as_exact_as
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-_Mask = tuple[Callable[..., Tensor], tuple[int, int]]
-"""A mask function, and the numbers of queries and keys that it is for."""
 
 
 def suite():
