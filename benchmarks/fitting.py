@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class MeasuredTime(NamedTuple):
         return found.seconds / self.seconds
 
 
-def read_rows(path: str | Path) -> list[MeasuredTime]:
+def read_rows(path: str | Path) -> tuple[MeasuredTime, ...]:
     """Read the rows of ``python -m benchmarks peers --out``, except methods without a cost model.
 
     Raises:
@@ -43,10 +43,11 @@ def read_rows(path: str | Path) -> list[MeasuredTime]:
     rows = measurement.read_rows(path, _pick)
     if not rows:
         raise ValueError(f"{path} has no rows of `benchmarks peers`")
-    return rows
+    return tuple(rows)
 
 
-def fit(rows: Sequence[MeasuredTime], machine: Machine | None = None) -> Machine:
+@cache
+def fit(rows: tuple[MeasuredTime, ...], machine: Machine | None = None) -> Machine:
     """Return the machine with the smallest sum of squared logarithms of predicted / measured.
 
     Pattern search (Hooke and Jeeves, 1961) over throughputs, time per row, bandwidth within a node
@@ -60,8 +61,7 @@ def fit(rows: Sequence[MeasuredTime], machine: Machine | None = None) -> Machine
     start = machine = machine or Machine()
 
     def misfit(found: Machine) -> float:
-        changes = (getattr(found, name) / getattr(start, name) for name in _FITTED)
-        penalty = sum(math.log(change) ** 2 for change in changes)
+        penalty = sum(math.log(getattr(found, n) / getattr(start, n)) ** 2 for n in _FITTED)
         return sum(math.log(row.ratio(found)) ** 2 for row in rows) + _PENALTY * penalty
 
     least, factor = misfit(machine), 2.0

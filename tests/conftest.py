@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import zlib
-from functools import cache
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 os.environ["MPLBACKEND"] = "agg"
 
+from support.bitwise import digest
 from support.exact import assert_lse_tracks_exact, assert_tracks_exact, eager_output, exact_answer
 
 import cqs
@@ -83,12 +83,19 @@ def closed_figures():
         sys.modules["matplotlib.pyplot"].close("all")
 
 
-@pytest.fixture(scope="session")
-def assert_right():
+@pytest.fixture
+def record_bits(record_property):
+    """Write a hash of results into the report of ``--junitxml``: see support/bitwise.py."""
+    return lambda *results: record_property("bits", digest(*results))
+
+
+@pytest.fixture
+def assert_right(record_bits):
     """Check an output and an lse against float64; rows that see no key must give 0 and -inf."""
 
     def check(problem: Problem, answer: tuple[torch.Tensor, torch.Tensor]) -> None:
         output, lse = answer
+        record_bits(output, lse)
         exact = exact_answer(problem)
         assert output.dtype == problem.query.dtype
         assert lse.dtype == lse_dtype(problem.query.dtype) and lse.shape == exact.lse.shape
@@ -111,18 +118,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def each_fit_once():
-    """Rows that a machine has been fitted to are not fitted again, which takes ten seconds."""
-    from benchmarks import fitting, simulate
-
-    fit = cache(fitting.fit)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (fitting, simulate):
-            patch.setattr(module, "fit", lambda rows: fit(tuple(rows)))
-        yield
 
 
 @pytest.fixture(scope="session")

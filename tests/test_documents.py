@@ -70,7 +70,7 @@ def run_script(folder, script):
 
 
 @pytest.mark.parametrize("page", [with_marks(page) for page in PAGES])
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys, each_fit_once):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """``python`` and ``bash`` run in the order of the page; ``sh`` needs more than this machine."""
     monkeypatch.chdir(tmp_path)
     for name in ("benchmarks", "examples"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from programs import as_dtensor
 from score_cases import Drawn, expected, factors_of, gradient_of_output
+from support.bitwise import digest
 from support.exact import assert_tracks_exact
 from torch.distributed.tensor import DTensor
 
@@ -163,8 +164,14 @@ def assert_exact(call, found, plain, exact):
             assert_tracks_exact(got, eager, right, slack=8)
 
 
-def check(call, attend):
-    """Compare a call on the whole sequence with float64."""
+@pytest.fixture
+def check(record_bits):
+    """Check a call on the whole sequence."""
+    return lambda call, attend: record_bits(*compared(call, attend))
+
+
+def compared(call, attend):
+    """Return the results of a call on the whole sequence, compared with float64."""
     problem, drawn = draw(call, random.Random(str(call)))
     exact, plain = results(call, problem, drawn)
     scores, leaves = drawn.make()
@@ -178,6 +185,7 @@ def check(call, attend):
     grad_output = gradient_of_output(exact[0]).to(call["dtype"])
     found = compute(call, attend, tensors, leaves, grad_output, **options)
     assert_exact(call, found, plain, exact)
+    return found
 
 
 @pytest.fixture
@@ -188,19 +196,19 @@ def merges(call, monkeypatch):
 
 @pytest.mark.usefixtures("merges")
 @every_pair("this process")
-def test_every_pair_in_this_process(call):
+def test_every_pair_in_this_process(check, call):
     check(call, cqs.attention)
 
 
 @pytest.mark.slow
 @every_pair("Triton")
-def test_every_pair_in_triton(call):
+def test_every_pair_in_triton(check, call):
     check(call, cqs.attention)
 
 
 @pytest.mark.usefixtures("merges")
 @every_pair("streaming")
-def test_every_pair_in_streaming(call):
+def test_every_pair_in_streaming(check, call):
     check(call, cqs.streaming.attention)
 
 
@@ -220,7 +228,7 @@ def by_ray(cluster, executor):
 @pytest.mark.ray
 @pytest.mark.slow
 @every_pair("Ray tasks")
-def test_every_pair_on_ray_tasks(cluster, call):
+def test_every_pair_on_ray_tasks(cluster, check, call):
     check(call, by_ray(cluster, "Ray tasks"))
 
 
@@ -228,14 +236,14 @@ def test_every_pair_on_ray_tasks(cluster, call):
 @pytest.mark.ray
 @pytest.mark.slow
 @every_pair("Ray tasks, `submit`")
-def test_every_pair_on_ray_tasks_in_the_background(cluster, call):
+def test_every_pair_on_ray_tasks_in_the_background(cluster, check, call):
     check(call, by_ray(cluster, "Ray tasks, `submit`"))
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @every_pair("Ray shards")
-def test_every_pair_on_ray_shards(cluster, call):
+def test_every_pair_on_ray_shards(cluster, check, call):
     check(call, by_ray(cluster, "Ray shards"))
 
 
@@ -250,7 +258,7 @@ def split_rows(length, marks, rank, number, position):
 
 
 def check_rank(group, call):
-    """Compare the results of this rank with its rows of those of the whole sequence."""
+    """Return a hash of the results of this rank, compared with its rows of the whole sequence."""
     generator, rank, num_ranks = random.Random(str(call)), dist.get_rank(group), group.size()
     problem, drawn = draw(call, generator)
     exact, plain = results(call, problem, drawn)
@@ -305,6 +313,7 @@ def check_rank(group, call):
     found = [output, lse, *found]  # without gradients, its first two elements
     answers = [within(*each) for each in zip(exact, places, found, strict=False)]
     assert_exact(call, [*answers, *found[len(places) :]], plain, exact)
+    return digest(*found)
 
 
 def within(whole, rows, answer):
@@ -318,8 +327,8 @@ def within(whole, rows, answer):
 
 @pytest.mark.slow
 @every_pair("ranks")
-def test_every_pair_on_ranks(ranks, call):
-    ranks.run(4, check_rank, call)
+def test_every_pair_on_ranks(ranks, record_bits, call):
+    record_bits(*ranks.run(4, check_rank, call))
 
 
 def raises_for_every_hole(executor, attend):

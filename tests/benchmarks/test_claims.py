@@ -45,7 +45,7 @@ def test_gains_and_losses_of_cqs(rows, passes, baselines, num_faster, number, be
         assert (sum(ratio < 0.9999 for ratio in ratios), len(ratios)) == (num_faster, number)
 
 
-def test_four_gpus_are_predicted_from_two(each_fit_once):
+def test_four_gpus_are_predicted_from_two():
     fitted, measured = (
         fitting.read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4")
     )

@@ -22,7 +22,7 @@ def test_a_fit_finds_the_machine_that_rows_are_of():
             for passes in ("forward", "backward"):
                 seconds = predict(method, case, 8, hidden, passes).seconds
                 rows.append(MeasuredTime(method, case, 8, passes, seconds))
-    found = fit(rows)
+    found = fit(tuple(rows))
     for name in ("rate", "backward_rate", "per_row", "bandwidth", "latency"):
         assert getattr(found, name) == pytest.approx(getattr(hidden, name), rel=0.05)
     assert all(row.ratio(found) == pytest.approx(1, abs=0.02) for row in rows)

@@ -14,7 +14,7 @@ from cqs.patterns import sliding_window
 pytestmark = pytest.mark.long
 
 
-def test_all_tables_are_up_to_date(each_fit_once):
+def test_all_tables_are_up_to_date():
     texts = {page: page.read_text() for page in find_pages()}
     stale = [page for page, text in texts.items() if update(text, TABLES) != text]
     assert not stale, "run python -m benchmarks tables"

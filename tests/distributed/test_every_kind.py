@@ -23,7 +23,7 @@ BATCH = 50
 
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
-def test_random_plans_are_valid(batch):
+def test_random_plans_are_valid(record_bits, batch):
     generator = random.Random(batch)
     for _ in range(BATCH):
         case, num_tasks = random_case(generator), generator.choice([*range(1, 13), 16, 18, 24])
@@ -39,12 +39,13 @@ def test_random_plans_are_valid(batch):
         plan.validate()
         assert Plan.from_json(plan.to_json(list_tasks=True), case.pattern) == plan
         assert sum(task.live_pairs for task in plan.tasks) == plan.live_pairs
+        record_bits(plan.to_json(list_tasks=True))
 
 
 @pytest.mark.slow
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
-def test_random_problems_are_exact(ranks, batch):
+def test_random_problems_are_exact(ranks, record_bits, batch):
     num_ranks = 1 + (batch + 5) % 8
     problems = random_problems(batch, BATCH, num_ranks)
     problems += random_problems(batch, BATCH // 6, num_ranks, is_packed=True)
@@ -52,6 +53,7 @@ def test_random_problems_are_exact(ranks, batch):
         *ranks.run(num_ranks, largest_errors, problems), problems, strict=True
     ):
         assert max(errors) < 1e-10, problem
+        record_bits(errors)
 
 
 def bytes_sent(group, case, options):

@@ -69,18 +69,21 @@ def test_every_live_pair_has_one_owner_and_all_tasks_have_equal_work(which, is_c
 
 @KINDS
 @pytest.mark.parametrize("num_tasks", [*range(1, 17), 31, 48])
-def test_every_single_pair_is_owned_once_for_short_sequences(num_tasks, is_causal):
+def test_every_single_pair_is_owned_once_for_short_sequences(record_bits, num_tasks, is_causal):
     for seqlen in {*range(12), num_tasks - 1, num_tasks, 2 * num_tasks + 1, 41}:
-        assert_owned_once(make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal))
+        plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal)
+        assert_owned_once(plan)
+        record_bits(plan.to_json(list_tasks=True))
 
 
 @KINDS
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 7, 8, 12, 20])
-def test_every_single_pair_is_owned_once_when_lengths_differ(num_tasks, is_causal):
+def test_every_single_pair_is_owned_once_when_lengths_differ(record_bits, num_tasks, is_causal):
     for seqlen_q in CROSS:
         for seqlen_kv in CROSS:
             plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
             assert_owned_once(plan)
+            record_bits(plan.to_json(list_tasks=True))
 
 
 @KINDS

@@ -49,9 +49,10 @@ def random_plans(num_tasks, number):
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 4, 7, 8, 13])
-def test_every_live_pair_is_computed_once(num_tasks):
+def test_every_live_pair_is_computed_once(record_bits, num_tasks):
     for plan in random_plans(num_tasks, 120):
         assert_owned_once(plan)
+        record_bits(plan.to_json(list_tasks=True))
         mask = plan.pattern.to_mask(plan.seqlen_q, plan.seqlen_kv)
         for task in plan.tasks:
             rows_of_steps = [row for step in task.steps for row in step.queries]
@@ -97,7 +98,7 @@ def patterns_with_work(seqlen, num_tasks):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("num_tasks", [4, 7, 8, 13, 31])
 @pytest.mark.parametrize("name", patterns_with_work(65536, 4))
-def test_the_busiest_task_has_hardly_more_than_the_mean(name, num_tasks):
+def test_the_busiest_task_has_hardly_more_than_the_mean(record_bits, name, num_tasks):
     """And holds at most one group more than a quorum."""
     for seqlen in (65536, 65521):
         pattern = patterns_with_work(seqlen, num_tasks)[name]
@@ -105,6 +106,7 @@ def test_the_busiest_task_has_hardly_more_than_the_mean(name, num_tasks):
         assert 1 <= balance(plan) <= 1.011
         size = len(plan.interest_set)
         assert max(len(task.held_groups) for task in plan.tasks) <= size + 1
+        record_bits(plan.to_json(list_tasks=True))
 
 
 @pytest.mark.parametrize("num_tasks", [4, 7, 8, 31])
