@@ -52,9 +52,6 @@ def test_a_backend_supports_what_the_table_says(backend, feature):
 
     def compute():
         call = {"backend": backend, "num_tasks": 3} | options
-        if "pattern" in call:
-            tensors = problem.query, problem.key, problem.value
-            return cqs.attention(*tensors, **call)
         return compute_by(cqs.attention, problem, drawn, **call)
 
     if not FEATURES[feature](BACKENDS[backend]):
