@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain, pairwise
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,15 +213,10 @@ class RunningMerge:
         else:
             if self._is_empty:
                 self._total.zero_()
-            if total.is_cpu and total.numel() >= _LEAST_ELEMENTS:
-                _loops().add(total, largest, sums, partial)
-            else:
-                larger = torch.maximum(largest, lse)
-                shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
-                old, new = torch.exp(largest - shift), torch.exp(lse - shift)
-                total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
-                sums.mul_(old).add_(new)
-                largest.copy_(larger)
+            larger, weights = _weigh([largest, lse])
+            _add_rows(total, [total, output], weights)
+            sums.mul_(weights[0]).add_(weights[1])
+            largest.copy_(larger)
         self._is_empty = False
 
     def finish(self) -> Partial:
@@ -288,8 +283,7 @@ def merge_own(partials: Sequence[Partial]) -> Partial:
 def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     """Merge partial outputs over disjoint sets of keys into ``answer``, in their order.
 
-    On a GPU one Triton kernel merges all of them, except in float64. On a CPU compiled loops merge
-    all parts of the same rows at once if there are many.
+    On a GPU one Triton kernel merges all of them, except in float64.
 
     Args:
         answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
@@ -301,35 +295,44 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         with torch.cuda.device_of(answer.output):  # Triton launches on the current device
             fused_merge.merge_rows(answer, parts)
         return
-    if not merges_in_loops(answer.output):
-        merge = RunningMerge(answer)
-        for partial, rows in parts:
-            merge.add_own(partial, rows)
-        merge.finish()
-        return
     num_rows = answer.lse.shape[2]
     bounds = [rows.indices(num_rows)[:2] for _, rows in parts]
     for first, stop in pairwise(sorted({0, num_rows, *chain(*bounds)})):
         target = _slice(answer, first, stop)
-        found = [
+        partials = [
             _slice(partial, first - start, stop - start)
             for (partial, _), (start, end) in zip(parts, bounds, strict=True)
             if start <= first and stop <= end
         ]
-        if len(found) > 1 and merges_in_loops(target.output):
-            _loops().merge(target, found)
-            continue
-        merge = RunningMerge(target)
-        for partial in found:
-            merge.add_own(partial)
-        merge.finish()
+        if partials:
+            _merge(target, partials)
+        else:
+            target.output.zero_()
+            target.lse.fill_(-torch.inf)
+
+
+def _merge(answer: Partial, partials: Sequence[Partial]) -> None:
+    """Merge partial outputs of the same rows, in their order."""
+    outputs, lses = zip(*partials, strict=True)
+    largest, weights = _weigh(lses)
+    sums = weights.sum(0)
+    answer.lse.copy_(largest + sums.log())
+    weights.div_(sums.masked_fill(sums == 0, 1))
+    _add_rows(answer.output, outputs, weights)
+
+
+def _weigh(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the largest LSE of each row, and ``exp(lse - largest)`` of all, stacked."""
+    stacked = torch.stack(tuple(lses))
+    largest = stacked.amax(0)
+    shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
+    return largest, stacked.sub_(shift).exp_()
 
 
 def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
     """Write the sum of gradients into ``total``, added in their order in float32 or float64.
 
-    On a GPU one Triton kernel adds up to 16 of them, except in float64. On a CPU compiled loops add
-    several large parts that all have all rows.
+    On a GPU one Triton kernel adds up to 16 of them, except in float64.
 
     Args:
         total: The sum, ``[batch, heads, rows, dim]``, in any dtype. Rows without a part get 0.
@@ -341,32 +344,48 @@ def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
         with torch.cuda.device_of(total):
             fused_merge.sum_rows(total, parts)
         return
-    summands = [part for part, _ in parts if part.shape == total.shape]
-    if len(parts) == len(summands) > 1 and merges_in_loops(total):
-        _loops().sum_tensors(total, summands)
+    dtype = lse_dtype(total.dtype)
+    if parts and all(part.shape == total.shape for part, _ in parts):
+        ones = torch.ones(len(parts), *total.shape[:3], dtype=dtype, device=total.device)
+        _add_rows(total, [part for part, _ in parts], ones)
         return
-    sums = torch.zeros_like(total, dtype=lse_dtype(total.dtype))
+    sums = torch.zeros_like(total, dtype=dtype)
     for part, rows in parts:
         sums[:, :, rows] += part
     total.copy_(sums)
 
 
-def _loops() -> Any:
-    """Return the module of compiled loops, imported by the first merge that requires them."""
-    with FIRST_USE:
-        from cqs.partial import cpu_merge
-    return cpu_merge
+def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
+    """Write the weighted sum of parts, added in their order in the dtype of the weights.
+
+    Compiled loops compute large sums on a CPU, if Numba is installed.
+
+    Args:
+        total: The sum, ``[batch, heads, rows, dim]``, in any dtype; written to.
+        parts: Tensors in the shape of ``total``. The first one may be ``total``.
+        weights: ``[len(parts), batch, heads, rows]``, float32 or float64.
+    """
+    check_not_traced("a merge")
+    if total.is_cpu and total.numel() >= _LEAST_ELEMENTS and _has("numba"):
+        with FIRST_USE:
+            from cqs.partial import cpu_merge
+        cpu_merge.add_rows(total, parts, weights)
+        return
+    sums = total
+    if total.dtype != weights.dtype:
+        sums = torch.empty_like(total, dtype=weights.dtype)
+    factors = weights.unsqueeze(-1)
+    torch.mul(parts[0], factors[0], out=sums)
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        sums.addcmul_(part.to(sums.dtype), factor)
+    if sums is not total:
+        total.copy_(sums)
 
 
 def _slice(partial: Partial, start: int, stop: int) -> Partial:
     if (start, stop) == (0, partial.lse.shape[2]):
         return partial
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
-
-
-def merges_in_loops(output: Tensor) -> bool:
-    """Return whether compiled loops merge the rows of ``output``, on a CPU."""
-    return output.is_cpu and output.numel() >= _LEAST_ELEMENTS
 
 
 def merges_at_once(answer: Partial) -> bool:
@@ -378,7 +397,11 @@ def _adds_at_once(total: Tensor) -> bool:
     return total.is_cuda and total.dtype != torch.float64 and has_triton()
 
 
-@cache
 def has_triton() -> bool:
     """Return whether Triton is installed; some PyTorch builds come without it."""
-    return importlib.util.find_spec("triton") is not None
+    return _has("triton")
+
+
+@cache
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
