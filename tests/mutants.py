@@ -143,14 +143,6 @@ FAULTS = (
         "test_partial.py::test_sums_of_gradients_are_those_of_their_accumulation_dtype",
     ),
     Fault(
-        "compiled loops start sums from +0, which loses the sign of a zero",
-        "partial/cpu_merge.py",
-        "sums[column] = -0.0",
-        "sums[column] = 0.0",
-        "test_partial.py::test_half_precision_is_read_and_rounded_as_pytorch_does"
-        "[in loops-torch.bfloat16]",
-    ),
-    Fault(
         "compiled loops skip the last column",
         "partial/cpu_merge.py",
         "for column in range(num_columns):\n                    sums",
