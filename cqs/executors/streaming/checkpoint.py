@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
 from cqs.executors.streaming.sources import InFile, Part, bytes_of
@@ -25,7 +25,7 @@ from cqs.partial import lse_dtype
 
 _JOURNAL, _LSE = FILES = "cqs-resume", "lse"
 """The files of a resume directory. The journal identifies it as one, and is locked."""
-_FORMAT = 4
+_FORMAT = 5
 """Version of the format; a change of the files' contents or of the order of blocks raises it."""
 _SECONDS_BETWEEN_SAVES = 1.0
 """Least interval of saves: fsync takes longer than the computation of a small block."""
@@ -192,7 +192,7 @@ class WorkingDirectory:
 
     def _chain(self, content: bytes) -> bytes:
         """Return the digest of an entry, which also covers all entries before."""
-        return xxhash.xxh3_128_hexdigest(self._digest + content).encode()
+        return sha256(self._digest + content).hexdigest().encode()
 
     @property
     def output(self) -> Path | None:
@@ -211,7 +211,7 @@ class WorkingDirectory:
     def damaged(self, path: Path) -> ValueError:
         """Return the error for a working file that is missing or damaged."""
         return ValueError(
-            f"'{path}' is missing or damaged: restore it, or remove '{self.path}' to begin anew"
+            f"'{path}' is missing, damaged or outdated: restore it, or remove '{self.path}'"
         )
 
 
@@ -344,7 +344,7 @@ class Checkpoint:
                 )
         self._check_results([block for entry in entries for block in entry["blocks"]])
 
-    def _check_results(self, blocks: Sequence[Sequence[int]]) -> None:
+    def _check_results(self, blocks: Sequence[Sequence[Any]]) -> None:
         """Raise ValueError if a final result no longer matches its digest."""
         try:
             self.lse  # noqa: B018
@@ -365,13 +365,13 @@ def _sizes(plan: StreamPlan) -> dict[str, int]:
     return {"heads_at_once": plan.heads_at_once, "rows": plan.rows, "chunk": plan.chunk}
 
 
-def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> int:
-    """Return the XXH3 digest of rows of one head in their file, read 1 MiB at a time."""
+def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> str:
+    """Return the SHA-256 digest of rows of one head in their file, read 1 MiB at a time."""
     row_bytes = math.prod(results.shape[3:]) * results.dtype.itemsize
-    length, hasher = max(_READ_BYTES // row_bytes, 1), xxhash.xxh3_64()
+    length, hasher = max(_READ_BYTES // row_bytes, 1), sha256()
     for first in range(0, len(rows), length):
         part = rows[first : first + length]
         found = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
         results.read(batch, head, part, found)
         hasher.update(bytes_of(found))
-    return hasher.intdigest()
+    return hasher.hexdigest()
