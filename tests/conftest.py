@@ -146,14 +146,19 @@ def cluster(ray_session):
         yield cluster
 
 
+def processes(*arguments):
+    """Yield processes of one group, and stop them."""
+    from ranks import Ranks
+
+    ranks = Ranks(*arguments)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Eight processes of one group."""
-    from ranks import Ranks
-
-    ranks = Ranks()
-    yield ranks
-    ranks.stop()
+    yield from processes()
 
 
 @pytest.fixture(scope="session")
@@ -168,18 +173,10 @@ def mesh_ranks(ranks):
 @pytest.fixture(scope="session")
 def gpu_ranks():
     """A process for each GPU, of one group."""
-    from ranks import Ranks
-
-    ranks = Ranks(torch.cuda.device_count(), "cuda")
-    yield ranks
-    ranks.stop()
+    yield from processes(torch.cuda.device_count(), "cuda")
 
 
 @pytest.fixture(scope="session")
 def crowded_ranks():
     """Eight processes of one group that share the GPUs, of which there are fewer."""
-    from ranks import Ranks
-
-    ranks = Ranks(8, "cuda")
-    yield ranks
-    ranks.stop()
+    yield from processes(8, "cuda")

@@ -156,7 +156,7 @@ def test_checkpoints_let_go_of_operands():
     output.sum().backward()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("needs_gradients", [False, True])
 @pytest.mark.parametrize(

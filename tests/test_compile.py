@@ -187,7 +187,7 @@ PATTERNS_OF_40_TOKENS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*PATTERNS, *PATTERNS_OF_40_TOKENS])
 def test_patterns_are_made_in_a_graph(name):
     """Compiled once for one length and once for any."""
@@ -352,7 +352,8 @@ def test_the_operator_of_patterns_calls_nothing_else(maker):
         torch.ops.cqs.made(maker, "", "['exit 1']", [], [])
 
 
-@pytest.mark.parametrize("num_steps", [600, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_steps", [600, 10_000])
 def test_patterns_of_many_steps_leave_nothing_behind(num_steps):
     """A new ``cu_seqlens`` in each step of training, without a graph that is compiled again."""
 

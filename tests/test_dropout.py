@@ -30,6 +30,7 @@ def assert_as_defined(output, problem, **dropout):
     assert_tracks_exact(output, eager, exact)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_the_page_has_the_table():
     assert page.split(BEGIN)[1].split(END)[0] == as_markdown()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_backend_supports_what_the_table_says(backend, feature):
@@ -51,8 +52,7 @@ def test_a_backend_supports_what_the_table_says(backend, feature):
     }.get(feature, {})
 
     def compute():
-        call = {"backend": backend, "num_tasks": 3} | options
-        return compute_by(cqs.attention, problem, drawn, **call)
+        return compute_by(cqs.attention, problem, drawn, backend=backend, num_tasks=3, **options)
 
     if not FEATURES[feature](BACKENDS[backend]):
         if feature != "a task in one launch":

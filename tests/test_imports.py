@@ -1,7 +1,6 @@
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,32 +22,6 @@ def modules_after(statement):
     return set(done.stdout.splitlines()[-1].split())
 
 
-AFTER_TORCH = """
-import os, sys, torch
-
-for statement in sys.argv[1:]:
-    if os.fork():
-        assert os.wait()[1] == 0, statement
-    else:
-        exec(statement)
-        print(*sys.modules)
-        break
-"""
-LOAD = "import cqs; cqs.attention"
-MEASURE = (
-    "import torch; from cqs.worker.memory import measure_peak_bytes; "
-    "measure_peak_bytes(lambda: torch.ones(3), torch.device('cpu'))"
-)
-
-
-@cache
-def modules_beside_torch():
-    """The same after ``LOAD`` and ``MEASURE``, each in a fork after the import of PyTorch."""
-    done = run(AFTER_TORCH, LOAD, MEASURE)
-    assert done.returncode == 0, done.stderr
-    return [set(line.split()) for line in done.stdout.splitlines()]
-
-
 PLAN = "cqs.make_plan(10**7, num_tasks=31, is_causal=True)"
 
 
@@ -60,8 +33,6 @@ COST += "AttentionShape(8, 64))"
 @pytest.mark.parametrize(
     ("statement", "used", "unused"),
     [
-        ("import cqs", "cqs.scheduler.plan", "torch ray numpy"),
-        ("import cqs.scheduler", "cqs.scheduler.plan", "torch ray numpy"),
         (f"{PLAN}.validate()", "cqs.scheduler.plan", "torch ray numpy"),
         (f"{PLAN}.task(30).blocks", "cqs.scheduler.plan", "torch ray numpy"),
         (f"cqs.Plan.from_json({PLAN}.to_json())", "cqs.scheduler.plan", "torch ray numpy"),
@@ -81,13 +52,16 @@ def test_the_package_does_without_its_benchmarks():
 
 
 def test_attention_is_loaded_when_it_is_used():
-    imported, _ = modules_beside_torch()
+    imported = modules_after("import cqs; cqs.attention")
     assert {"torch", "cqs.api"} <= imported and not imported & {"ray", "triton", "torch._dynamo"}
 
 
 def test_memory_is_measured_without_what_compiles():
     """It takes as long to import as all the rest, and every actor would."""
-    _, imported = modules_beside_torch()
+    imported = modules_after(
+        "import torch; from cqs.worker.memory import measure_peak_bytes; "
+        "measure_peak_bytes(lambda: torch.ones(3), torch.device('cpu'))"
+    )
     assert "cqs.worker.memory" in imported and "torch._dynamo" not in imported
 
 

@@ -36,6 +36,7 @@ CALLS += [("cpu", None, torch.float16), ("cpu", "triton", torch.float16)]
 CALLS += [pytest.param("cuda", None, torch.float16, marks=pytest.mark.gpu)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("device", "backend", "dtype"), CALLS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)

@@ -200,6 +200,7 @@ def test_every_pair_in_this_process(check, call):
     check(call, cqs.attention)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @every_pair("Triton")
 def test_every_pair_in_triton(check, call):
@@ -311,10 +312,7 @@ def check_rank(group, call):
     places = [rows, rows, *parts]
     exact, plain = ([*each[:5], *each[2:5], *each[5:]] for each in (exact, plain))
     found = [output, lse, *found]  # without gradients, its first two elements
-    answers = [
-        each[2] if each[2] is None else within(*each)
-        for each in zip(exact, places, found, strict=False)
-    ]
+    answers = [within(*each) for each in zip(exact, places, found, strict=False)]
     assert_exact(call, [*answers, *found[len(places) :]], plain, exact)
     return digest(*found)
 

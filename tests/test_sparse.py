@@ -74,6 +74,7 @@ def run_tasks(problem, num_tasks, backend):
     return tiler.finish()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @EVERY_PATTERN
 @pytest.mark.parametrize("num_tasks", [1, 4, 7])
@@ -130,8 +131,8 @@ def count_pairs(name, num_tasks, backend, dtype, device, tokens):
         )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("num_tasks", NUM_TASKS)
 @EVERY_PATTERN
 def test_every_live_pair_is_computed_once(name, num_tasks):

@@ -18,8 +18,8 @@ SUM_BLOCK = 4096
 
 _MAX_FUSED_PARTS = 16
 """Most gradients that one Triton kernel adds: it is compiled for their number."""
-_LEAST_ELEMENTS = 2**17
-"""Least elements for compiled loops: to start them takes longer than to merge fewer elements."""
+_LEAST_ELEMENTS = 2**19
+"""Least elements for compiled loops, which a process compiles for as long as 1,000 such merges."""
 _LOWEST = -1e29
 """Largest LSE that marks a row without keys: kernels write -1e30 or float32's lowest number."""
 FIRST_USE = RLock()

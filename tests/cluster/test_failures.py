@@ -136,6 +136,7 @@ def test_a_task_that_kills_its_workers_is_named(ray_session, tensors):
             cluster.submit(*tensors, num_tasks=7).result(timeout=120)
 
 
+@pytest.mark.long
 def test_workers_that_cannot_start_again_are_an_error(ray_session, tensors, tmp_path):
     started = tmp_path / "started"
 

@@ -12,6 +12,7 @@ from cqs.executors.ray import pool
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.long
 def test_a_cluster_in_an_async_actor_uses_the_ray_of_the_actor(ray_session):
     """Replicas of Ray Serve are such actors."""
 

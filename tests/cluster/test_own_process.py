@@ -334,7 +334,7 @@ def test_an_interrupted_start_or_close_leaves_nothing_behind(tmp_path, short_fol
     assert found.split() == ["start"] * 3 + ["close"]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_private", "when"), [(True, "between calls"), (True, "in a call"), (False, "in a call")]
 )
@@ -438,6 +438,7 @@ def test_a_second_cluster_raises_until_the_first_is_closed(tmp_path):
     assert run_python(script, tmp_path).count("raised") == 3
 
 
+@pytest.mark.long
 def test_no_cluster_at_an_address_is_named(tmp_path):
     script = """
         import cqs

@@ -101,6 +101,7 @@ def test_a_merge_whose_parts_are_lost_is_repeated(
         assert cluster._pool.shares_gpu_memory
 
 
+@pytest.mark.long
 def test_parts_that_nobody_can_read_pass_through_the_store(
     ray_session, tmp_path, monkeypatch, tensors, expected
 ):
@@ -112,6 +113,7 @@ def test_parts_that_nobody_can_read_pass_through_the_store(
         assert len(list(tmp_path.iterdir())) == number > 0
 
 
+@pytest.mark.long
 def test_a_run_without_memory_for_parts_is_repeated_without_them(
     ray_session, tmp_path, monkeypatch, tensors, expected
 ):

@@ -336,7 +336,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
     assert not set(victims) & set(cluster.pids)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(99)
 @pytest.mark.parametrize("part", ["_send", "compute_away", "send_computed"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
@@ -382,7 +382,7 @@ def test_a_stalled_worker_is_replaced(pair, problem, undisturbed, monkeypatch):
     assert victim not in pair.pids and not os.path.exists(f"/proc/{victim}")
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize("is_settled", [False, True])
 def test_a_worker_that_stalls_alone_is_replaced(pair, is_settled, monkeypatch):
     """In calls in which no other waits for it, or only to be told that all are done."""
@@ -397,7 +397,7 @@ def test_a_worker_that_stalls_alone_is_replaced(pair, is_settled, monkeypatch):
     assert other in pair.pids and victim not in pair.pids
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize("ends", ["raises", "exits"])
 def test_workers_at_work_outlive_the_failure_of_another(cluster, ends, tmp_path):
     """They are waited for longer than those that do not answer, and no error is lost meanwhile."""
@@ -420,7 +420,7 @@ def test_workers_at_work_outlive_the_failure_of_another(cluster, ends, tmp_path)
     assert len(set(before) - set(cluster.pids)) == (ends == "exits")
 
 
-@pytest.mark.sample(99)
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)])
 def test_workers_meet_although_one_fails_to(ray_session, problem, tmp_path, number, seconds):
     """PyTorch counts what a process has tried to form, and a fresh one has tried nothing."""
@@ -450,7 +450,7 @@ class StuckEvent:
             time.sleep(0.01)
 
 
-@pytest.mark.sample(99)
+@pytest.mark.long
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_a_gpu_waits_no_longer_for_a_rank_that_has_failed(
     ray_session, problem, tmp_path, is_followed

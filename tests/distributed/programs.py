@@ -184,6 +184,8 @@ def check_tracks_exact(group, case, cuts, options, dtype, device="cpu", **joint)
 
 def within(whole, rows, answer):
     """Return a result of all rows with those of an answer, whose error is compared with all."""
+    if answer is None:
+        return None
     filled = whole.clone().to(answer.dtype)
     filled[:, :, rows] = answer
     return filled

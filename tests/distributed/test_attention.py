@@ -39,7 +39,9 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize(
+    "num_ranks", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4, 5, 6, 7))]
+)
 def test_every_world_is_exact(ranks, num_ranks):
     """With every head-parallel degree."""
     problems = []

@@ -108,7 +108,7 @@ def compare(group, options, recomputed="nothing", num_joint=(0, 0)):
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_a_graph_has_the_whole_call(ranks, options):
     """Bitwise identical to an eager call, in a second run of the graph too."""
@@ -116,7 +116,7 @@ def test_a_graph_has_the_whole_call(ranks, options):
         assert max(differences) == 0
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"is_causal": True, "joint_position": "rear", "return_lse": True}],

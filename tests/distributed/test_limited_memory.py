@@ -154,7 +154,7 @@ def within_free_memory(group, case, cuts, free):
         return measure(partial(largest_error, group, case, cuts, {}))
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
 def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, batch):
     num_ranks, generator = 1 + batch % 8, random.Random(batch)

@@ -25,6 +25,7 @@ def make(family):
     return with_attention(make_model(family, num_hidden_layers=1), "cqs")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -387,6 +387,7 @@ def test_a_cluster_computes_the_same(cluster):
     check(make_model("Bert"), BATCHES["padded on the right"](), attention="cqs-on-actors")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("family", ["GptOss", "Bert"])
 def test_ranks_of_a_group_share_a_sequence(ranks, family):
     """Outputs and gradients of three ranks that have a part each are those of the whole."""

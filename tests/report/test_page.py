@@ -49,6 +49,7 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REPORTS)
 def test_nothing_leaves_the_page_and_every_picture_is_there(pages, name):
     """Nothing is requested but the page, or run."""

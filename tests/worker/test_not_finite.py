@@ -120,6 +120,7 @@ def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
                 assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("entry", [math.nan, math.inf])
 @pytest.mark.parametrize("tokens", [70, 200, 1300])
 @pytest.mark.parametrize("dtype", SINGLE, ids=str)

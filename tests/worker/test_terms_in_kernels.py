@@ -139,7 +139,7 @@ def test_random_terms_are_right(device, seed):
     assert_right(found, problem, scores)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("device", "backend"),
     [

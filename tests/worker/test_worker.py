@@ -161,6 +161,7 @@ def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_tasks, name):
     assert assert_as_predicted(problem, num_tasks, backend) < tokens**2 / 2
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dropout", [None, Dropout(0.1, 1)], ids=["", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ class Checkpoint:
         self._directory, self._output, self._plans = directory, output, list(plans)
         self._request = {"format": _FORMAT, **request}
         self._part, self._reached = -1, (0, START)
-        self._blocks: list[list[int]] = []
+        self._blocks: list[list[Any]] = []
         """Finished blocks that are not saved: batch element, head, rows, digests of the results."""
         self._next_save = -math.inf
         self._entries: list[dict[str, Any]] = []
