@@ -61,15 +61,15 @@ FAULTS = (
     Fault(
         "a running merge exchanges old and new weights",
         "partial/__init__.py",
-        "_add_rows(total, [total, output], weights)",
-        "_add_rows(total, [total, output], weights.flip(0))",
+        "old, new = torch.exp(largest - shift), torch.exp(lse - shift)",
+        "new, old = torch.exp(largest - shift), torch.exp(lse - shift)",
         "test_partial.py::test_a_running_merge_of_some_rows_is_that_of_all_at_once",
     ),
     Fault(
         "a running merge keeps the earlier sum without its weight",
         "partial/__init__.py",
-        "sums.mul_(weights[0]).add_(weights[1])",
-        "sums.add_(weights[1])",
+        "sums.mul_(old).add_(new)",
+        "sums.add_(new)",
         "test_partial.py::test_a_running_merge_of_some_rows_is_that_of_all_at_once",
     ),
     Fault(
@@ -82,9 +82,9 @@ FAULTS = (
     Fault(
         "weights are relative to the smallest LSE",
         "partial/__init__.py",
-        "largest = stacked.amax(0)",
-        "largest = stacked.amin(0)",
-        "test_partial.py::test_huge_scores_neither_overflow_nor_vanish",
+        "largest = weights.amax(0)",
+        "largest = weights.amin(0)",
+        "test_partial.py::test_the_larger_of_two_far_scores_wins",
     ),
     Fault(
         "weights of rows of LSE -inf are divided by a sum of 0",

@@ -213,9 +213,14 @@ class RunningMerge:
         else:
             if self._is_empty:
                 self._total.zero_()
-            larger, weights = _weigh([largest, lse])
-            _add_rows(total, [total, output], weights)
-            sums.mul_(weights[0]).add_(weights[1])
+            larger = torch.maximum(largest, lse)
+            shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
+            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
+            if total.is_cpu and total.numel() >= _LEAST_ELEMENTS:
+                _add_rows(total, [total, output], torch.stack([old, new]))
+            else:  # the same in fewer calls
+                total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
+            sums.mul_(old).add_(new)
             largest.copy_(larger)
         self._is_empty = False
 
@@ -314,19 +319,13 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
 def _merge(answer: Partial, partials: Sequence[Partial]) -> None:
     """Merge partial outputs of the same rows, in their order."""
     outputs, lses = zip(*partials, strict=True)
-    largest, weights = _weigh(lses)
-    sums = weights.sum(0)
+    weights = torch.stack(lses)
+    largest = weights.amax(0)
+    shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
+    sums = weights.sub_(shift).exp_().sum(0)
     answer.lse.copy_(largest + sums.log())
     weights.div_(sums.masked_fill(sums == 0, 1))
     _add_rows(answer.output, outputs, weights)
-
-
-def _weigh(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the largest LSE of each row, and ``exp(lse - largest)`` of all, stacked."""
-    stacked = torch.stack(tuple(lses))
-    largest = stacked.amax(0)
-    shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
-    return largest, stacked.sub_(shift).exp_()
 
 
 def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
@@ -365,26 +364,21 @@ def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
         parts: Tensors in the shape of ``total``. The first one may be ``total``.
         weights: ``[len(parts), batch, heads, rows]``, float32 or float64.
     """
-    check_not_traced("a merge")
     if total.is_cpu and total.numel() >= _LEAST_ELEMENTS and _has("numba"):
         with FIRST_USE:
             from cqs.partial import cpu_merge
         cpu_merge.add_rows(total, parts, weights)
         return
-    sums = total
-    if total.dtype != weights.dtype:
-        sums = torch.empty_like(total, dtype=weights.dtype)
+    sums = total if total.dtype == weights.dtype else torch.empty_like(total, dtype=weights.dtype)
     factors = weights.unsqueeze(-1)
     torch.mul(parts[0], factors[0], out=sums)
-    for part, factor in zip(parts[1:], factors[1:], strict=True):
-        sums.addcmul_(part.to(sums.dtype), factor)
+    for i in range(1, len(parts)):
+        sums.addcmul_(parts[i].to(sums.dtype), factors[i])
     if sums is not total:
         total.copy_(sums)
 
 
 def _slice(partial: Partial, start: int, stop: int) -> Partial:
-    if (start, stop) == (0, partial.lse.shape[2]):
-        return partial
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
 
 

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from cqs.partial import FIRST_USE
+from cqs.uncompiled import check_not_traced
 
 _THREAD_ELEMENTS = 2**18
 """Least elements of all parts for each thread."""
@@ -107,6 +108,7 @@ def add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
         parts: Tensors in the shape of ``total``, with any strides. The first one may be ``total``.
         weights: ``[len(parts), batch, heads, rows]``, float32 (float64 for float64).
     """
+    check_not_traced("a merge")
     if len({part.dtype for part in parts}) > 1:
         parts = [part.to(weights.dtype) for part in parts]
     target = total

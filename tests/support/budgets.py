@@ -33,7 +33,7 @@ BUDGETS = {
     "cqs/patterns": Budget(1941, 220, 6),
     "cqs/scheduler": Budget(2295, 217, 8),
     "cqs/problem": Budget(921, 334, 12),
-    "cqs/partial": Budget(478, 203, 4),
+    "cqs/partial": Budget(477, 201, 4),
     "cqs/tiler": Budget(76, 66, 2),
     "cqs/worker": Budget(1503, 285, 8),
     "cqs/worker/triton": Budget(3676, 536, 6),
