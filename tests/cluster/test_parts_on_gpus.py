@@ -79,7 +79,7 @@ def expected(cluster, tensors):
     return both_passes(cluster, tensors)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_parts_of_a_failed_actor_are_computed_again(
     ray_session, tmp_path, monkeypatch, tensors, expected, num_workers

@@ -266,6 +266,7 @@ def undisturbed(cluster, pair, problem):
     return {each: bits(answers(each, problem)) for each in (cluster, pair)}
 
 
+@pytest.mark.long
 def test_lost_shards_are_made_again(cluster, problem, undisturbed, tmp_path):
     """In all ways in which they were made, though the sequences between are gone."""
 
