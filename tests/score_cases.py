@@ -99,9 +99,7 @@ class Drawn:
 
 def tensors_of(problem):
     """Query, key and value as new leaves."""
-    return [
-        t.detach().clone().requires_grad_() for t in (problem.query, problem.key, problem.value)
-    ]
+    return [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
 
 
 def options_of(problem):

@@ -159,9 +159,9 @@ def _verify_head(
     is_finite = (scores.abs() <= largest).all() and value.isfinite().all()
     note = "" if is_finite else _NOT_FINITE
     bound, bound_lse = _bounds(problem, log_weights, magnitudes, sink, visible, factors, finite)
-    of_output = "output", output, exact, bound
-    of_lse = "lse", found_lse.unsqueeze(-1), lse.unsqueeze(-1), bound_lse
-    for name, found, right, limit in (of_output, of_lse):
+    merged = lse.masked_fill(found_lse.isnan() & (lse == torch.inf), torch.nan)  # by a merge
+    of_lse = "lse", found_lse.unsqueeze(-1), merged.unsqueeze(-1), bound_lse
+    for name, found, right, limit in (("output", output, exact, bound), of_lse):
         error = (found - right).abs()
         is_same = (found == right) | (found.isnan() & right.isnan())
         wrong = ~is_same & ~(error <= limit)
