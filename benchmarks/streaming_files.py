@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.errors import relative_error
 from benchmarks.exact import exact_rows
-from cqs.executors.streaming.plan import CPU
 from cqs.problem import check_problem
 from cqs.report.exact import check_error
 from cqs.report.measurement import Measurement, summarize
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.machines import MACHINES
 from cqs.streaming import make_stream_plan
 
 _SAMPLE = 16
@@ -38,11 +38,8 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
         A row. Its peak is the largest resident set of the process.
 
     Raises:
-        NotImplementedError: This is not Linux.
         RuntimeError: The command failed.
     """
-    if not Path("/proc/self/status").exists():
-        raise NotImplementedError("without a GPU, the benchmark streaming requires Linux")
     with TemporaryDirectory() as folder:
         files = _make(Path(folder), length, shape)
         command = [sys.executable, "-m", "cqs", "attend", *map(str, files)]
@@ -57,7 +54,9 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
             raise RuntimeError(f"cqs attend failed with exit status {process.returncode}")
         error = _error(files, is_causal)
     check_error("sampled rows", error, _ERROR)
-    plan = make_stream_plan(length, length, shape, budget=budget, is_causal=is_causal, rates=CPU)
+    plan = make_stream_plan(
+        length, length, shape, budget=budget, is_causal=is_causal, machine=MACHINES["CPU"]
+    )
     return Measurement(
         benchmark="streaming files",
         case=f"{'causal' if is_causal else 'full'}-{length}-h{shape.num_heads}"

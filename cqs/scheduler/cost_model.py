@@ -215,8 +215,7 @@ def predict_ring(
         hops = [(float(keys), 1), (keys + sums, num_steps - 2), (sums, 1)]
         home = float(keys)
     # Zig-zag: a step has half of the rows, or half of the keys.
-    each_call = 0.5 if workload.is_causal else 1
-    calls = 1 + (num_steps - 1) * each_call
+    calls = 1 + (num_steps - 1) * (0.5 if workload.is_causal else 1)
     step = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
     seconds += sum(n * max(step, hop(each)) for each, n in hops)
     seconds += hop(home)
@@ -367,9 +366,8 @@ def near_shares(
     near = [per_node, per_node]
     if head_parallel <= per_node:
         near = [n * head_parallel for n in kind.near(num_tasks, per_node // head_parallel)]
-    holders = [number * head_parallel for number in kind.num_groups]
     of_queries, of_keys = (
-        min((number - 1) / (all_ - 1), 1.0) if all_ > 1 else 0.0
-        for number, all_ in zip(near, holders, strict=True)
+        min((number - 1) / (head_parallel * groups - 1), 1.0) if head_parallel * groups > 1 else 0.0
+        for number, groups in zip(near, kind.num_groups, strict=True)
     )
     return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)

@@ -25,6 +25,11 @@ class Machine:
     """Number of devices in a node."""
     between: float = math.inf
     """Bandwidth of a device between nodes, bytes per second and direction."""
+    host: float = 45e9
+    """Bandwidth between a device and the memory of its host, bytes per second and direction; the
+    default is pinned memory over PCIe."""
+    tiles: float = 132
+    """Number of tiles that a device computes at a time: the SMs of a GPU, 1 for a CPU."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless all numbers are positive; times are finite, and may be 0."""
@@ -71,7 +76,7 @@ MACHINES = {
     "H100": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),
     "B200": Machine(900e12, 630e12, 0.5e-9, bandwidth=320e9, latency=160e-6, between=50e9),
     "A100": Machine(200e12, 140e12, 2.1e-9, bandwidth=107e9, latency=160e-6, between=25e9),
-    "CPU": Machine(0.2e12, 0.14e12, 1e-7, bandwidth=2e9, latency=1e-3, between=125e6),
+    "CPU": Machine(0.2e12, 0.14e12, 1e-7, 2e9, 1e-3, between=125e6, host=5e9, tiles=1),
 }
 """Machines by a part of the device's name. Bandwidth and latency of H200 are fitted to 4 GPUs of
 one host; the others are scaled by data sheets and not measured, as are all links between hosts:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cqs.executors.streaming.plan import CPU, GPU, START, Position
+from cqs.executors.streaming.plan import START, Position
 from cqs.patterns import causal, global_tokens, sliding_window
 from cqs.scheduler import AttentionShape
+from cqs.scheduler.machines import MACHINES
 from cqs.streaming import Pass, StreamPlan, make_stream_plan
 
-SHAPE = AttentionShape(4, 16, batch=2, num_kv_heads=2)
+SHAPE, CPU = AttentionShape(4, 16, batch=2, num_kv_heads=2), MACHINES["CPU"]
 LENGTHS = [(1, 1), (700, 700), (300, 1000), (1000, 300), (0, 5), (5, 0)]
 PATTERN = sliding_window(40, 3) | global_tokens(2)
 
@@ -60,16 +61,16 @@ def test_every_live_pair_is_met_once(which, lengths, is_causal, pattern, tiles):
 
 
 @pytest.mark.parametrize("which", Pass)
-@pytest.mark.parametrize("rates", [CPU, GPU])
-def test_plans_fit_and_the_larger_the_budget_the_less_is_moved(which, rates):
+@pytest.mark.parametrize("machine", [CPU, MACHINES["H200"]], ids=["CPU", "GPU"])
+def test_plans_fit_and_the_larger_the_budget_the_less_is_moved(which, machine):
     shape = AttentionShape(8, 128, num_kv_heads=4)
     moved = []
     for budget in (2**28, 2**30, 2**32):
         for is_causal, length in itertools.product((False, True), (2**14, 2**20, 2**22)):
-            options = {"is_causal": is_causal, "rates": rates, "which": which}
+            options = {"is_causal": is_causal, "machine": machine, "which": which}
             plan = make_stream_plan(length, length, shape, budget=budget, **options)
             assert plan.peak_bytes <= budget
-            assert plan.seconds >= plan.flops / rates.flops
+            assert plan.seconds >= plan.flops / machine.rate
         moved.append(plan.bytes_uploaded)
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
 

@@ -25,10 +25,10 @@ from support.exact import exact_answer
 
 import cqs
 from benchmarks.cases import CASES
-from cqs.executors.streaming import engine, executor, transfers
+from cqs.executors.streaming import engine, transfers
 from cqs.executors.streaming.budget import parse_budget
-from cqs.executors.streaming.plan import GPU
 from cqs.patterns import global_tokens, sliding_window
+from cqs.scheduler.machines import MACHINES
 from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
 from cqs.worker import BACKENDS
 from cqs.worker.memory import measure_peak_bytes
@@ -359,7 +359,7 @@ def cpu_as_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Mock())
     monkeypatch.setitem(engine._COPIES, "cpu", transfers.GpuCopies)
-    monkeypatch.setattr(executor, "CPU", GPU)
+    monkeypatch.setitem(MACHINES, "CPU", MACHINES["H200"])
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ from torch import Tensor
 from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.streaming.checkpoint import Checkpoint
 from cqs.executors.streaming.engine import stream
-from cqs.executors.streaming.plan import CPU, GPU, START, HeldBlock, Pass, StreamPlan
+from cqs.executors.streaming.plan import START, HeldBlock, Pass, StreamPlan
 from cqs.executors.streaming.sources import InFile, Source
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
+from cqs.scheduler.machines import MACHINES
 from cqs.worker import CallBackend
 from cqs.worker.backends import BACKENDS
 
@@ -50,7 +51,7 @@ class StreamingExecutor:
             self.budget,
             is_causal=problem.is_causal,
             pattern=problem.bound_pattern,
-            rates=GPU if on_gpu else CPU,
+            machine=MACHINES["H200" if on_gpu else "CPU"],
             has_single_calls=on_gpu and isinstance(BACKENDS[self.backend], CallBackend),
         ).fit()
 

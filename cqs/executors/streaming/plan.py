@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from cqs.ranges import overlap
 from cqs.scheduler import AttentionShape, Step
+from cqs.scheduler.machines import MACHINES, Machine
 
 _T = TypeVar("_T")
 
 _TILE = 128
 """Tokens of a kernel's tile; blocks and chunks are whole tiles."""
-_PROGRAMS = 132
-"""Tiles that a GPU computes at a time: the SMs of an H100 or H200."""
 _LAUNCH_SECONDS = 50e-6
 """Launch overhead of one visit."""
 _MERGE_BANDWIDTH = 2.5e12
@@ -29,21 +28,6 @@ _DISTURBANCE = 0.1
 """Cost, in seconds, of one second of copies that overlap computation."""
 _SAMPLE, _SAMPLE_OF_PATTERN = 64, 8
 """Blocks that are sampled to predict traffic, without and with a pattern."""
-
-
-class Rates(NamedTuple):
-    """Throughput and bandwidth of a device; the choice of a plan depends on their ratios."""
-
-    flops: float
-    """Throughput of attention, FLOP/s."""
-    link: float
-    """Bandwidth between the device and the sequence's memory, bytes per second and direction."""
-    is_gpu: bool
-
-
-GPU = Rates(550e12, 45e9, True)
-"""An H200 with the ``triton`` backend, and pinned host memory over PCIe."""
-CPU = Rates(0.2e12, 5e9, False)
 
 
 class Pass(Enum):
@@ -122,8 +106,8 @@ class StreamPlan:
     """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
     pattern: Any = None
     """A pattern bound to the two lengths, or ``None``."""
-    rates: Rates = GPU
-    """Throughput and bandwidth of the device."""
+    machine: Machine = MACHINES["H200"]
+    """Throughput of the device, and its link to the memory of the sequence."""
     which: Pass = Pass.FORWARD
     """The pass that is planned."""
     has_single_calls: bool = False
@@ -164,7 +148,7 @@ class StreamPlan:
     @property
     def num_buffers(self) -> int:
         """Number of input buffers per side; on a GPU one is filled while the other is used."""
-        return 2 if self.rates.is_gpu else 1
+        return 1 if self.machine.tiles == 1 else 2
 
     @property
     def merges(self) -> bool:
@@ -275,22 +259,23 @@ class StreamPlan:
     @cached_property
     def seconds(self) -> float:
         """Predicted time in seconds, by the cost model."""
-        rates, shape = self.rates, self._shape_of_group
+        machine, shape = self.machine, self._shape_of_group
         rows, chunk = self.visit
-        computing, moving = self.flops / rates.flops, self.bytes_uploaded / rates.link
-        if not rates.is_gpu:
+        rate = machine.rate if self.which == Pass.FORWARD else machine.backward_rate
+        computing, moving = self.flops / rate, self.bytes_uploaded / machine.host
+        if self.num_buffers == 1:
             return computing + moving
         heads = shape.kv_heads if self.holds_keys else shape.num_heads
         # Wave quantisation: the tiles of a visit fill whole waves of programs.
         tiles = heads * -(-rows // _TILE)
-        computing *= -(-tiles // _PROGRAMS) * _PROGRAMS / max(tiles, 1)
+        computing *= -(-tiles // machine.tiles) * machine.tiles / max(tiles, 1)
         blocks = -(-self.num_held // self.rows)
         visits = blocks * -(-self.num_streamed // self.chunk) * (0.5 if self.is_causal else 1)
         merged = self.merges * 5 * heads * rows * shape.value_columns * shape.sum_itemsize
         computing += self.num_groups * visits * (_LAUNCH_SECONDS + merged / _MERGE_BANDWIDTH)
         # Nothing overlaps the upload of the first visit and the download of the last results.
         first = self._input_bytes(rows, chunk) + shape.result_bytes(rows)
-        return max(computing, moving) + first / rates.link
+        return max(computing, moving) + first / machine.host
 
     @lru_cache(maxsize=64)  # noqa: B019
     def fit(self, heads_at_once: int | None = None) -> "StreamPlan":
@@ -322,7 +307,7 @@ class StreamPlan:
                 f"memory_budget must be at least {min(plan.peak_bytes for plan in plans)} bytes, "
                 f"for a tile of {_TILE} queries and keys in the {phase} pass, got {self.budget}"
             )
-        link = self.rates.link
+        link = self.machine.host
         return min(
             fitting, key=lambda plan: plan.seconds + _DISTURBANCE * plan.bytes_uploaded / link
         )
@@ -375,7 +360,7 @@ class StreamPlan:
             queries, keys = self.sides(rows, chunk)
             mine = shape.key_bytes(rows) if self.holds_keys else shape.query_bytes(rows)
             copies = 2 + wider  # CPU kernels compute dQ, dK and dV, of two steps at a time
-            if self.rates.is_gpu:  # dQ, dK and dV of each call, their sums, and scratch
+            if self.num_buffers == 2:  # dQ, dK and dV of each call, their sums, and scratch
                 copies = (1 + 3 * wider) * self.has_single_calls
             of_calls = copies * (shape.query_bytes(queries) + shape.key_bytes(keys))
             return of_calls + (1 + wider) * mine + 2 * lse * queries
@@ -423,7 +408,7 @@ def make_stream_plan(
         seqlen_kv: Number of keys.
         shape: Batch, heads, head dimensions and itemsize of the tensors.
         budget: Most bytes that may be held on the device at a time.
-        options: ``is_causal``, ``pattern``, ``rates``, ``which`` and ``has_single_calls``, the
+        options: ``is_causal``, ``pattern``, ``machine``, ``which`` and ``has_single_calls``, the
             attributes of :class:`StreamPlan`.
 
     Raises:
