@@ -234,8 +234,8 @@ FAULTS = (
     Fault(
         "partial outputs are merged in the order of arrival",
         "tiler/tiler.py",
-        "turn, rows = turns.popleft()",
-        "turn, rows = turns.pop()",
+        "for turn, rows in turns.items()]",
+        "for turn, rows in [(t, turns[t]) for t in [*self._waiting] if t in turns]]",
         "tiler/test_tiler.py::test_any_order_of_arrival_is_bitwise_identical",
     ),
     Fault(

@@ -294,7 +294,7 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
         answer: The destination. Rows that attend to no key get output 0 and LSE -inf.
         parts: Partial outputs, each with its query rows in ``answer``.
     """
-    if parts and merges_at_once(answer):
+    if parts and _adds_at_once(answer.output):
         from cqs.partial import fused_merge
 
         with torch.cuda.device_of(answer.output):  # Triton launches on the current device
@@ -303,9 +303,10 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     num_rows = answer.lse.shape[2]
     bounds = [rows.indices(num_rows)[:2] for _, rows in parts]
     for first, stop in pairwise(sorted({0, num_rows, *chain(*bounds)})):
-        target = _slice(answer, first, stop)
+        are_all = (first, stop) == (0, num_rows)
+        target = answer if are_all else _slice(answer, first, stop)
         partials = [
-            _slice(partial, first - start, stop - start)
+            partial if are_all else _slice(partial, first - start, stop - start)
             for (partial, _), (start, end) in zip(parts, bounds, strict=True)
             if start <= first and stop <= end
         ]
@@ -382,12 +383,8 @@ def _slice(partial: Partial, start: int, stop: int) -> Partial:
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
 
 
-def merges_at_once(answer: Partial) -> bool:
-    """Return whether a single Triton kernel merges all partial outputs of ``answer``."""
-    return _adds_at_once(answer.output)
-
-
 def _adds_at_once(total: Tensor) -> bool:
+    """Return whether a single Triton kernel adds all parts of a sum."""
     return total.is_cuda and total.dtype != torch.float64 and has_triton()
 
 

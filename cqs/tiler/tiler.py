@@ -1,23 +1,20 @@
 """Merge partial outputs by query group as soon as a group is complete."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from cqs.partial import Partial, RunningMerge, check_partial, merge_rows, merges_at_once
+from cqs.partial import Partial, check_partial, merge_rows
 from cqs.scheduler import Plan
 
 
 class Tiler:
     """Merges the partial outputs of a plan's tasks into the exact result.
 
-    Partial outputs are merged in task order; one that arrives early is kept until its turn. The
-    result is therefore bitwise identical for every order of arrival and assignment to workers.
-
-    On a CPU each incomplete query group has an accumulator; for half-precision outputs it is a
-    float32 copy of the group, never of the whole output. On a GPU the partial outputs of a group
-    are kept until the last arrives, and one kernel merges them.
+    The partial outputs of a query group are kept until the last arrives, and then merged in task
+    order. The result is therefore bitwise identical for every order of arrival and assignment to
+    workers.
     """
 
     def __init__(self, plan: Plan, output: Tensor, lse: Tensor):
@@ -32,17 +29,15 @@ class Tiler:
         """
         self._plan = plan
         self._answer = Partial(output, lse)
-        self._merges_at_once = merges_at_once(self._answer)
         self._added: set[int] = set()
-        self._merges: dict[int, RunningMerge] = {}
         self._waiting: dict[tuple[int, int], Partial] = {}
-        self._turns: dict[int, deque[tuple[tuple[int, int], slice]]] = defaultdict(deque)
-        """Query group -> ((task, step), rows within the group) still to be merged, in order."""
+        self._turns: dict[int, dict[tuple[int, int], slice]] = defaultdict(dict)
+        """Query group -> (task, step) -> rows within the group, in the order of merges."""
         for task in plan.tasks:
             for i, step in enumerate(task.steps):
                 start = plan.token_groups[step.query_group].start
                 rows = slice(step.queries.start - start, step.queries.stop - start)
-                self._turns[step.query_group].append(((task.index, i), rows))
+                self._turns[step.query_group][task.index, i] = rows
         for group, queries in enumerate(plan.token_groups):
             if group not in self._turns:
                 merge_rows(self._rows(queries), [])
@@ -75,9 +70,14 @@ class Tiler:
         self._added.add(index)
         for i, partial in enumerate(partials):
             self._waiting[index, i] = partial
-        groups = list(dict.fromkeys([step.query_group for step in steps]))
-        self._merge(groups)
-        return tuple([self._plan.token_groups[i] for i in groups if not self._turns[i]])
+        final = []
+        for group in dict.fromkeys([step.query_group for step in steps]):
+            turns, queries = self._turns[group], self._plan.token_groups[group]
+            if self._waiting.keys() >= turns.keys():
+                parts = [(self._waiting.pop(turn), rows) for turn, rows in turns.items()]
+                merge_rows(self._rows(queries), parts)
+                final.append(queries)
+        return tuple(final)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -98,22 +98,3 @@ class Tiler:
         output, lse = self._answer
         rows = slice(queries.start, queries.stop)
         return Partial(output[:, :, rows], lse[:, :, rows])
-
-    def _merge(self, groups: Sequence[int]) -> None:
-        """Merge the partial outputs of each group up to the first that has not arrived."""
-        for group in groups:
-            turns, parts = self._turns[group], []
-            if self._merges_at_once and any(turn not in self._waiting for turn, _ in turns):
-                continue
-            while turns and turns[0][0] in self._waiting:
-                turn, rows = turns.popleft()
-                parts.append((self._waiting.pop(turn), rows))
-            if self._merges_at_once:
-                merge_rows(self._rows(self._plan.token_groups[group]), parts)
-                continue
-            if parts and group not in self._merges:
-                self._merges[group] = RunningMerge(self._rows(self._plan.token_groups[group]))
-            for partial, rows in parts:
-                self._merges[group].add_own(partial, rows)
-            if not turns:
-                self._merges.pop(group).finish()

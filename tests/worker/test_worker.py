@@ -87,8 +87,7 @@ def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_tasks, de
     problem = make_for("triton", case, device=device)
     worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_tasks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cqs.partial.merges_at_once", lambda answer: True)
-        patch.setattr("cqs.tiler.tiler.merges_at_once", lambda answer: True)
+        patch.setattr("cqs.partial._adds_at_once", lambda total: True)
         tiler = Tiler(plan, *problem.empty_answer())
         for task in reversed(plan.tasks):
             tiler.add(task.index, worker.run_steps(task.steps, *hold_only_needed(problem, task)))
