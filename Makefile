@@ -14,7 +14,7 @@ TESTS := $(TIMED) $(VENV)/python -m pytest --numprocesses 2 --dist loadgroup --n
 help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
 	@echo "make quick         the fast tests: no Ray, no GPU (a minute)"
-	@echo "make test          what the library, Ray and the adaptors promise (10 minutes on 2 cores)"
+	@echo "make test          what the library, Ray and the adaptors promise (10 to 13 minutes on 2 cores)"
 	@echo "make touched       what it leaves out and commits touch since SINCE=<commit>"
 	@echo "make test-all      every test, judged suites and faults: before a release (hours)"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"

@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         "compiled loops skip the last column",
         "partial/cpu_merge.py",
-        "for column in range(num_columns):\n                    sums",
-        "for column in range(num_columns - 1):\n                    sums",
+        "for column in range(num_columns):\n                        sums[column] +=",
+        "for column in range(num_columns - 1):\n                        sums[column] +=",
         "test_partial.py::test_weights_and_rounding_are_those_of_the_formula_in_pytorch",
     ),
     Fault(

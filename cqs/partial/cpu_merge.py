@@ -79,21 +79,22 @@ def _compile(part_dtype: torch.dtype, total_dtype: torch.dtype) -> Any:
         num_heads, num_rows, num_columns = sizes
         last = len(tensors) - 1
         rows, sums = np.empty_like(tensors), np.empty(num_columns, weights.dtype)
-        for i in range(first, end):
-            batch, head, row = i // num_rows // num_heads, i // num_rows % num_heads, i % num_rows
-            for j in range(last + 1):  # array expressions would allocate memory for each row
-                step = strides[j]
-                rows[j] = tensors[j] + step[0] * batch + step[1] * head + step[2] * row
-            for column in range(num_columns):
-                sums[column] = 0.0
-            for part in range(last):
-                values = carray(_pointer(rows[part]), num_columns, part_format)
-                weight = weights[part, i]
+        for block in range(first // num_rows, -(-end // num_rows)):
+            batch, head, before = block // num_heads, block % num_heads, block * num_rows
+            for row in range(max(first - before, 0), min(end - before, num_rows)):
+                for j in range(last + 1):  # array expressions would allocate memory for each row
+                    step = strides[j]
+                    rows[j] = tensors[j] + step[0] * batch + step[1] * head + step[2] * row
                 for column in range(num_columns):
-                    sums[column] += weight * read(values[column])
-            total = carray(_pointer(rows[last]), num_columns, total_format)
-            for column in range(num_columns):
-                total[column] = write(sums[column])
+                    sums[column] = 0.0
+                for part in range(last):
+                    values = carray(_pointer(rows[part]), num_columns, part_format)
+                    weight = weights[part, before + row]
+                    for column in range(num_columns):
+                        sums[column] += weight * read(values[column])
+                total = carray(_pointer(rows[last]), num_columns, total_format)
+                for column in range(num_columns):
+                    total[column] = write(sums[column])
 
     return add_rows
 
@@ -111,9 +112,8 @@ def add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
     check_not_traced("a merge")
     if len({part.dtype for part in parts}) > 1:
         parts = [part.to(weights.dtype) for part in parts]
-    target = total
-    if total.stride(-1) != 1 or total.dtype == torch.float16:  # which Numba does not write
-        target = torch.empty(total.shape, dtype=weights.dtype)
+    is_written = total.stride(-1) == 1 and total.dtype != torch.float16  # Numba does not write it
+    target = total if is_written else torch.empty(total.shape, dtype=weights.dtype)
     tensors = [*(part if part.stride(-1) == 1 else part.contiguous() for part in parts), target]
     arguments: tuple[Any, ...] = (
         np.array([tensor.data_ptr() for tensor in tensors]),

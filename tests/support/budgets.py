@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "cqs/*.py": Budget(527, 135, 18),
     "cqs/patterns": Budget(1941, 220, 6),
-    "cqs/scheduler": Budget(2295, 217, 8),
+    "cqs/scheduler": Budget(2295, 215, 8),
     "cqs/problem": Budget(921, 334, 12),
     "cqs/partial": Budget(476, 199, 4),
     "cqs/tiler": Budget(62, 52, 2),
@@ -50,7 +50,7 @@ BUDGETS = {
     "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_251, "docs/notes": 18_744}
+MOST_WORDS = {"docs": 57_235, "docs/notes": 18_066}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {
     "cqs/integrations/flex.py": "FlexAttention",
