@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain, pairwise
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,11 +201,7 @@ class RunningMerge:
             rows: The query rows of ``partial``; all by default.
         """
         output, lse = partial
-        total, largest, sums = (
-            self._total[:, :, rows],
-            self._largest[:, :, rows],
-            self._sum[:, :, rows],
-        )
+        total, largest, sums = (t[:, :, rows] for t in (self._total, self._largest, self._sum))
         if self._is_empty and total.shape == self._total.shape:  # a copy instead of a merge
             total.copy_(output)
             largest.copy_(lse)
@@ -215,12 +211,9 @@ class RunningMerge:
                 self._total.zero_()
             larger = torch.maximum(largest, lse)
             shift = larger.masked_fill(larger == -torch.inf, 0)  # -inf - -inf would be NaN
-            old, new = torch.exp(largest - shift), torch.exp(lse - shift)
-            if total.is_cpu and total.numel() >= _LEAST_ELEMENTS:
-                _add_rows(total, [total, output], torch.stack([old, new]))
-            else:  # the same in fewer calls
-                total.mul_(old.unsqueeze(-1)).addcmul_(output.to(total.dtype), new.unsqueeze(-1))
-            sums.mul_(old).add_(new)
+            weights = torch.stack([largest, lse]).sub_(shift).exp_()
+            _add_rows(total, [total, output], weights)
+            sums.mul_(weights[0]).add_(weights[1])
             largest.copy_(larger)
         self._is_empty = False
 
@@ -323,7 +316,9 @@ def _merge(answer: Partial, partials: Sequence[Partial]) -> None:
     weights = torch.stack(lses)
     largest = weights.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
-    sums = weights.sub_(shift).exp_().sum(0)
+    sums = weights.sub_(shift).exp_()[0].clone()
+    for i in range(1, len(outputs)):  # in order, which sum(0) does not promise
+        sums += weights[i]
     answer.lse.copy_(largest + sums.log())
     weights.div_(sums.masked_fill(sums == 0, 1))
     _add_rows(answer.output, outputs, weights)
@@ -362,13 +357,11 @@ def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
 
     Args:
         total: The sum, ``[batch, heads, rows, dim]``, in any dtype; written to.
-        parts: Tensors in the shape of ``total``. The first one may be ``total``.
+        parts: Tensors in the shape of ``total``. The first one may be ``total``, and no other.
         weights: ``[len(parts), batch, heads, rows]``, float32 or float64.
     """
-    if total.is_cpu and total.numel() >= _LEAST_ELEMENTS and _has("numba"):
-        with FIRST_USE:
-            from cqs.partial import cpu_merge
-        cpu_merge.add_rows(total, parts, weights)
+    if total.is_cpu and total.numel() >= _LEAST_ELEMENTS and (loops := _loops()) is not None:
+        loops.add_rows(total, parts, weights)
         return
     sums = total if total.dtype == weights.dtype else torch.empty_like(total, dtype=weights.dtype)
     factors = weights.unsqueeze(-1)
@@ -388,11 +381,18 @@ def _adds_at_once(total: Tensor) -> bool:
     return total.is_cuda and total.dtype != torch.float64 and has_triton()
 
 
+@cache
 def has_triton() -> bool:
     """Return whether Triton is installed; some PyTorch builds come without it."""
-    return _has("triton")
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _loops() -> Any:
+    """Return the module of compiled loops, or ``None`` where Numba cannot be imported."""
+    with FIRST_USE:
+        try:
+            from cqs.partial import cpu_merge
+        except ImportError:
+            return None
+    return cpu_merge

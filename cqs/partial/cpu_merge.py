@@ -113,7 +113,7 @@ def add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
     if len({part.dtype for part in parts}) > 1:
         parts = [part.to(weights.dtype) for part in parts]
     is_written = total.stride(-1) == 1 and total.dtype != torch.float16  # Numba does not write it
-    target = total if is_written else torch.empty(total.shape, dtype=weights.dtype)
+    target = total if is_written else total.to(weights.dtype).contiguous()
     tensors = [*(part if part.stride(-1) == 1 else part.contiguous() for part in parts), target]
     arguments: tuple[Any, ...] = (
         np.array([tensor.data_ptr() for tensor in tensors]),

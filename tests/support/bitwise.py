@@ -42,7 +42,7 @@ def main(before: str, after: str) -> int:
     old, new = read(before), read(after)
     differing = sorted(name for name in old.keys() | new if old.get(name) != new.get(name))
     print(f"{len(new)} tests, {len(differing)} differ", *differing, sep="\n")
-    return int(bool(differing))
+    return int(bool(differing) or not any(new.values()))
 
 
 if __name__ == "__main__":
