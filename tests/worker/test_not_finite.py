@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import cqs
-from cqs.executors.verify import VerificationError
 from cqs.patterns import documents, from_mask, global_tokens, longformer, sliding_window
 from cqs.problem import check_problem
 from cqs.worker.calls import attend_call
@@ -176,13 +175,10 @@ def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_of_values_near_the_largest_number_overflow_as_those_of_pytorch(dtype):
+def test_sums_of_values_near_the_largest_number_do_not_overflow_as_those_of_pytorch(dtype):
     query, key = torch.zeros(2, 1, 1, 9, 16, dtype=dtype)
     value = torch.full_like(key, 3e38)
     assert F.scaled_dot_product_attention(query, key, value).isinf().all()
-    assert cqs.attention(query, key, value, num_tasks=7).isinf().any()
-    with pytest.raises(VerificationError, match="by inf"):
-        cqs.attention(query, key, value, num_tasks=7, verify=True)
-    smaller = value / 9
-    output = cqs.attention(query, key, smaller, num_tasks=7, verify=True)
-    torch.testing.assert_close(output, smaller)
+    for num_tasks, each in ((1, value), (7, value), (7, value / 9)):
+        output = cqs.attention(query, key, each, num_tasks=num_tasks, verify=True)
+        torch.testing.assert_close(output, each)
