@@ -160,10 +160,10 @@ def _verify_head(
     note = "" if is_finite else _NOT_FINITE
     bound, bound_lse = _bounds(problem, log_weights, magnitudes, sink, visible, factors, finite)
     merged = lse.masked_fill(found_lse.isnan() & (lse == torch.inf), torch.nan)  # by a merge
-    of_lse = "lse", found_lse.unsqueeze(-1), merged.unsqueeze(-1), bound_lse
-    for name, found, right, limit in (("output", output, exact, bound), of_lse):
-        error = (found - right).abs()
-        is_same = (found == right) | (found.isnan() & right.isnan())
+    lses = "lse", found_lse.unsqueeze(-1), merged.unsqueeze(-1), bound_lse
+    for name, result, right, limit in (("output", output, exact, bound), lses):
+        error = (result - right).abs()
+        is_same = (result == right) | (result.isnan() & right.isnan())
         wrong = ~is_same & ~(error <= limit)
         if wrong.any():
             first = int(wrong.any(dim=-1).nonzero()[0])
