@@ -8,6 +8,10 @@ PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-scri
 TIMED := $(PYTHON) tests/support/timed.py
 # Tests of Ray and of ranks share one process each, and every other file has one: see tests/conftest.py.
 TESTS := $(TIMED) $(VENV)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# Files of `make test` that `make quick` leaves out: imports and interpreted kernels take long.
+LEFT_OUT := cqs/integrations tests/integrations tests/benchmarks tests/plotting tests/judged \
+	tests/patterns/test_sizes.py tests/test_matrix.py tests/test_fused_merge.py \
+	tests/worker/test_terms_in_kernels.py
 
 .PHONY: help demo quick test touched test-all test-gpu mutants judge lint docs notebooks wheel check-dist check-package clean
 
@@ -34,9 +38,9 @@ demo: $(DEMO_INSTALLED)
 # One thread each: on small tensors more threads wait for each other, and long where cores are busy.
 quick test touched test-all judge: export OMP_NUM_THREADS := 1
 
-# No Ray, no GPU, nothing above a second: for a hook before each commit.
+# No Ray, no GPU, no other library, nothing above a second: for a hook before each commit.
 quick: $(INSTALLED)
-	$(TESTS) -m "not ray and not gpu and not slow and not long"
+	$(TESTS) -m "not ray and not gpu and not slow and not long" tests cqs $(LEFT_OUT:%=--ignore=%)
 
 test: $(INSTALLED)
 	$(TESTS) -m "not long"
