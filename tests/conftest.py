@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: [*SHARED, groups[item]].index(groups[item]))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(groups[item]))
+        if groups[item] == "ranks":
+            item.add_marker("slow")  # eight processes start
         if marker := item.get_closest_marker("sample"):
             test = item.nodeid.partition("[")[0]
             if test in sampled and zlib.crc32(item.nodeid.encode()) % marker.args[0]:

@@ -52,9 +52,7 @@ BUDGETS = {
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_235, "docs/notes": 18_066}
 """Folder -> words of its pages, without those of a longer path in this table."""
-DICTATED = {
-    "cqs/integrations/flex.py": "FlexAttention",
-}
+DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
 
 
