@@ -14,10 +14,10 @@ import cqs
 from benchmarks.cases import Case, visible_mask
 from benchmarks.errors import relative_error
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import track
 from cqs.problem import Problem
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.report.timing import Timer
 from cqs.worker import BACKENDS
 
@@ -65,17 +65,17 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
         for name, of_seeds in errors.items():
             means = [statistics.mean(column) for column in zip(*of_seeds, strict=True)]
             rows.append(
-                Measurement(
+                make_row(
+                    seconds[name],
+                    dtype,
                     benchmark="accuracy",
                     case=f"causal-{tokens}-h2-d128",
                     baseline=f"output of {next(iter(errors))}",
                     num_tasks=int(name.partition("W = ")[2] or 1),
                     executor=name,
-                    dtype=str(dtype).removeprefix("torch."),
                     ratio=means[0] / base,
                     repeats=repeats,
                     details=dict(zip(_FIELDS, means, strict=True)),
-                    **summarize(seconds[name]),  # type: ignore[arg-type]
                 )
             )
     columns: dict[str, Callable[[Measurement], object]] = {

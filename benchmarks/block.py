@@ -3,7 +3,6 @@
 import argparse
 import copy
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,13 +18,14 @@ from benchmarks.exact import exact_rows
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
+from benchmarks.ranks import join_ranks
 from cqs.arguments import as_integer
 from cqs.nn import HybridTransformerBlock, reduce_gradients
 from cqs.nn.mesh import AXES
 from cqs.patterns import Pattern, sliding_window
 from cqs.problem import check_problem
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 
 _ROWS = 48
 """Number of rows that are compared with float64."""
@@ -71,20 +71,10 @@ def run(
         ValueError: There are fewer tokens than ranks.
         VerificationError: A result is wrong; raised on every rank.
     """
-    on_gpu, under_torchrun = torch.cuda.is_available(), "RANK" in os.environ
     for length in tokens or []:
         as_integer("tokens", length, int(os.environ.get("WORLD_SIZE", 1)))
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
-    if under_torchrun:
-        dist.init_process_group(backend, device_id=device_id)
-    else:
-        dist.init_process_group(
-            backend, device_id=device_id, store=dist.HashStore(), rank=0, world_size=1
-        )
+    device = join_ranks()
+    on_gpu = device.type == "cuda"
     sizes = {
         "hidden_size": heads * head_dim,
         "num_heads": heads,
@@ -181,7 +171,9 @@ def measure(
         return []
     baseline = next(iter(steps))
     return [
-        Measurement(
+        make_row(
+            own,
+            dtype,
             benchmark="block step",
             case=f"{'dense' if pattern is None else 'window'}-{length}"
             f"-h{sizes['num_heads']}-kv{sizes['num_kv_heads']}"
@@ -189,16 +181,13 @@ def measure(
             baseline=baseline,
             num_tasks=dist.get_world_size(group),
             executor=name,
-            dtype=str(dtype).removeprefix("torch."),
-            ratio=statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True)),
-            repeats=repeats,
+            ratio=seconds[baseline],
             details={
                 "tokens": length,
                 **sizes,
                 **{f"{part}_ms": 1e3 * each for part, each in parts[name].items()},
                 **({"peak_bytes": peaks[name], **communication[name]} if on_gpu else {}),
             },
-            **summarize(own),  # type: ignore[arg-type]
         )
         for name, own in seconds.items()
     ]

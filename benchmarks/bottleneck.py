@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,30 +18,21 @@ import cqs
 from benchmarks.clock import Clock
 from benchmarks.options import add_common
 from benchmarks.plots.bottleneck import plot_bottleneck
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from cqs.patterns import Pattern
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 
 PARTS = "attention", "projections", "feed-forward", "norms", "rest"
 """Parts of a layer; projections are those of queries, keys, values and outputs of attention."""
 _TOKENS_ON_CPU = 1024, 2048, 4096, 8192
 _TOKENS_ON_GPU = tuple(1024 << i for i in range(8))
 _NAME = "timed"
-_SHAPES: dict[str, dict[str, Any]] = {
-    "bert-base": {"model_type": "bert"},
-    "llama-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-}
-"""Configurations of BERT-base and of Llama 3.2 1B, as arguments of ``AutoConfig.for_model``."""
+_SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+"""Configurations of BERT-base, of Llama 3.2 1B, of Llama 3 8B and of a small Llama, as arguments of
+``AutoConfig.for_model``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,17 +148,15 @@ def measure(
             found.append(clock.stop())
     medians = {part: 1e3 * statistics.median(each[part] for each in found[1:]) for part in PARTS}
     totals = [sum(each.values()) for each in found[1:]]
-    return Measurement(
+    return make_row(
+        totals,
+        dtype,
         benchmark="bottleneck",
         case=f"{name}-{tokens}",
         baseline="layer",
-        num_tasks=1,
         executor="dense" if pattern is None else repr(pattern),
-        dtype=str(dtype).removeprefix("torch."),
         ratio=medians["attention"] / sum(medians.values()),
-        repeats=repeats,
         details={"tokens": tokens, **medians},
-        **summarize(totals),  # type: ignore[arg-type]
     )
 
 

@@ -1,7 +1,7 @@
 """Host time of calls: the time of the calling thread, without the time in which it waits."""
 
 import argparse
-import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,9 +15,10 @@ from torch import Tensor
 import cqs.distributed
 from benchmarks.errors import verify_output
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
+from benchmarks.ranks import join_ranks
 from cqs.problem import check_problem
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 
 _NUM_CALLS = 50
 """Calls of a repeat, whose mean is the time of the repeat."""
@@ -47,20 +48,16 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
     Raises:
         VerificationError: A result is wrong.
     """
-    on_gpu, is_rank = torch.cuda.is_available(), "RANK" in os.environ
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
+    device = join_ranks()
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
         torch.set_num_threads(1)
     calls: dict[str, Attend] = {
         _BASELINE: F.scaled_dot_product_attention,
         "local": cqs.attention,
     }
-    num_ranks, rank = 1, 0
-    if is_rank:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    if num_ranks > 1:
         calls[f"{num_ranks} ranks"] = cqs.distributed.attention
     generator, length = torch.Generator(device).manual_seed(0), tokens or 16
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -89,8 +86,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             "over PyTorch": lambda row: f"{row.details['over_us']:.0f}",
         }
         publish(found, columns, out)
-    if is_rank:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _passes(shards: list[Tensor]) -> dict[str, Callable[[Attend], object]]:
@@ -117,23 +113,20 @@ def _measure(
         for by, compute in computations.items():
             seconds[by].append(_time(compute))
     times = {by: each[1:] for by, each in seconds.items()}  # the first repeat warms caches
-    baseline = summarize(times[_BASELINE])["median_ms"]
+    baseline = statistics.median(times[_BASELINE])
     rows = []
     for by, of_repeats in times.items():
-        ratios = sorted(a / b for a, b in zip(of_repeats, times[_BASELINE], strict=True))
-        found = summarize(of_repeats)
         rows.append(
-            Measurement(
+            make_row(
+                of_repeats,
+                "bfloat16" if torch.cuda.is_available() else "float32",
                 benchmark=f"host {name}",
                 case=f"full-{length}-h8-d64",
                 baseline=_BASELINE,
                 num_tasks=int(by.split()[0]) if by.endswith("ranks") else 1,
                 executor=by,
-                dtype="bfloat16" if torch.cuda.is_available() else "float32",
-                ratio=ratios[len(ratios) // 2],
-                repeats=repeats,
-                details={"over_us": 1e3 * (found["median_ms"] - baseline)},
-                **found,  # type: ignore[arg-type]
+                ratio=times[_BASELINE],
+                details={"over_us": 1e6 * (statistics.median(of_repeats) - baseline)},
             )
         )
     return rows

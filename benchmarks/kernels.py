@@ -10,12 +10,12 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.errors import verify_answer, verify_output
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.partial import Gradients, Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
 from cqs.report.exact import verify_gradients
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan
 from cqs.worker import BACKENDS, CallBackend, HeldTokens, Worker
@@ -102,18 +102,16 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
         for by, own in seconds.items():
             ratios = (a / b for a, b in zip(own, seconds["cudnn"], strict=True))
             rows.append(
-                Measurement(
+                make_row(
+                    own,
+                    "bfloat16",
                     benchmark=f"kernels {name}",
                     case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
                     f"-h{_HEADS}-d{head_dim}",
                     baseline="cudnn",
-                    num_tasks=1,
                     executor=by,
-                    dtype="bfloat16",
                     ratio=statistics.median(ratios),
-                    repeats=repeats,
                     details={"tflops": work / statistics.median(own) / 1e12},
-                    **summarize(own),  # type: ignore[arg-type]
                 )
             )
     return rows
@@ -204,15 +202,13 @@ def _measure_merge(tokens: int, repeats: int) -> Measurement:
         "terabytes_per_second": statistics.median(merge_rates),
         "copy_terabytes_per_second": statistics.median(copy_rates),
     }
-    return Measurement(
+    return make_row(
+        seconds["merge"],
+        "bfloat16",
         benchmark="kernels merge",
         case=f"{_PARTS}-parts-{tokens}-h{_HEADS}-d128",
         baseline="copy, time per byte",
-        num_tasks=1,
         executor="triton",
-        dtype="bfloat16",
         ratio=statistics.median(a / b for a, b in zip(copy_rates, merge_rates, strict=True)),
-        repeats=repeats,
         details=rates,
-        **summarize(seconds["merge"]),  # type: ignore[arg-type]
     )

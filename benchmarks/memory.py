@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.problem import Problem
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.report.passes import hold, measure_held
 from cqs.scheduler import Task
 from cqs.worker import BACKENDS, Worker
@@ -86,15 +86,15 @@ def _measure_worst(problem: Problem, backend: str, num_tasks: int, repeats: int)
     )
     predicted, peak = max(found, key=lambda pair: abs(pair[1] / pair[0] - 1))
     _, num_heads, tokens, head_dim = problem.query.shape
-    return Measurement(
+    return make_row(
+        [seconds],
+        problem.query.dtype,
         benchmark="memory",
         case=f"{'causal' if problem.is_causal else 'full'}-{tokens}-h{num_heads}-d{head_dim}",
         baseline="prediction",
         num_tasks=num_tasks,
         executor=backend,
-        dtype=str(problem.query.dtype).removeprefix("torch."),
         ratio=peak / predicted,
         repeats=repeats,
         details={"predicted_bytes": predicted, "peak_bytes": peak},
-        **summarize([seconds]),  # type: ignore[arg-type]
     )

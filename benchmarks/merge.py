@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.errors import verify_close
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.partial import Partial, lse_dtype, merge_rows
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.report.timing import Timer
 
 _DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -79,21 +79,19 @@ def _measure(dtype: torch.dtype, shape: tuple[int, ...], repeats: int) -> Measur
         [size / each / 1e9 for each in seconds[name]]
         for name, size in (("merge", num_bytes), ("copy", 2 * _COPY_BYTES))
     )
-    return Measurement(
+    return make_row(
+        seconds["merge"],
+        dtype,
         benchmark="merge",
         case=f"{num_parts}-parts-{num_rows}-h{num_heads}-d{head_dim}",
         baseline="copy, time per byte",
-        num_tasks=1,
         executor="cpu",
-        dtype=str(dtype).removeprefix("torch."),
         ratio=statistics.median(a / b for a, b in zip(copy_rates, rates, strict=True)),
-        repeats=repeats,
         details={
             "threads": torch.get_num_threads(),
             "gigabytes_per_second": statistics.median(rates),
             "copy_gigabytes_per_second": statistics.median(copy_rates),
         },
-        **summarize(seconds["merge"]),  # type: ignore[arg-type]
     )
 
 

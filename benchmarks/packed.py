@@ -1,21 +1,23 @@
 """Plans of packed documents: planning time, balance and bytes moved, by document lengths."""
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import track
 from cqs.executors.distributed.layout import Layout, lay_out
 from cqs.patterns import Pattern, documents
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.machines import FETCHED
 from cqs.worker.work import make_work
@@ -24,141 +26,7 @@ _SHAPE = AttentionShape(32, 128, num_kv_heads=8)
 """Heads of a layer of Llama 3 8B."""
 _TILE = 128
 
-_CORPORA = {
-    "pile": (
-        (32, 29931),
-        (64, 63955),
-        (96, 64939),
-        (128, 70109),
-        (160, 71745),
-        (192, 70039),
-        (224, 67682),
-        (256, 59416),
-        (288, 53688),
-        (320, 38126),
-        (352, 30705),
-        (384, 25864),
-        (416, 22355),
-        (448, 19422),
-        (480, 17154),
-        (512, 15142),
-        (544, 13648),
-        (576, 12338),
-        (608, 11102),
-        (640, 10029),
-        (704, 17699),
-        (768, 15366),
-        (832, 13425),
-        (896, 11622),
-        (960, 10074),
-        (1056, 12990),
-        (1152, 10747),
-        (1280, 11763),
-        (1440, 12227),
-        (1600, 10025),
-        (1792, 10877),
-        (2016, 10893),
-        (2304, 10600),
-        (2720, 10606),
-        (3264, 10540),
-        (3904, 10051),
-        (4704, 10083),
-        (5792, 10228),
-        (7584, 10093),
-        (14208, 10011),
-        (9323168, 2246),
-    ),
-    "prolong64k": (
-        (64, 41225),
-        (96, 54380),
-        (128, 57541),
-        (160, 55729),
-        (192, 52027),
-        (224, 48310),
-        (256, 44587),
-        (288, 41382),
-        (320, 38608),
-        (352, 35000),
-        (384, 32118),
-        (416, 30124),
-        (448, 28552),
-        (480, 26684),
-        (512, 26249),
-        (544, 24683),
-        (576, 21875),
-        (608, 19907),
-        (640, 18437),
-        (672, 16788),
-        (704, 15729),
-        (736, 14684),
-        (768, 13679),
-        (800, 12685),
-        (832, 11853),
-        (864, 10844),
-        (928, 19182),
-        (992, 16678),
-        (1056, 15301),
-        (1120, 12752),
-        (1184, 10927),
-        (1280, 13861),
-        (1376, 11269),
-        (1504, 12483),
-        (1632, 10406),
-        (1792, 10112),
-        (2016, 10995),
-        (2304, 10428),
-        (2720, 10183),
-        (3392, 10054),
-        (4768, 10122),
-        (8928, 10019),
-        (50272, 10008),
-        (61920, 1531),
-    ),
-    "prolong512k": (
-        (32, 10066),
-        (64, 35960),
-        (96, 58496),
-        (128, 62776),
-        (160, 60632),
-        (192, 56150),
-        (224, 51602),
-        (256, 46961),
-        (288, 43527),
-        (320, 39809),
-        (352, 35857),
-        (384, 32632),
-        (416, 30500),
-        (448, 28518),
-        (480, 26541),
-        (512, 26257),
-        (544, 24240),
-        (576, 21284),
-        (608, 19171),
-        (640, 17614),
-        (672, 15991),
-        (704, 14906),
-        (736, 13860),
-        (768, 12765),
-        (800, 11800),
-        (832, 10991),
-        (896, 19169),
-        (960, 16308),
-        (1024, 14782),
-        (1088, 12799),
-        (1152, 10717),
-        (1248, 13402),
-        (1344, 10878),
-        (1472, 11750),
-        (1632, 11866),
-        (1824, 10432),
-        (2080, 10402),
-        (2464, 10383),
-        (3104, 10364),
-        (4544, 10031),
-        (10912, 10011),
-        (475872, 7308),
-    ),
-}
+_CORPORA = json.loads(Path(__file__).with_name("corpora.json").read_text())
 """Lengths of documents in tokens, of public corpora for long contexts: upper end of an interval,
 which begins where the one before ends, and its documents per million. From LongCA-bench
 (github.com/NJUDeepEngine/LongCA-bench, ``dist_attn/distribution``)."""
@@ -290,17 +158,16 @@ def _measure(case: PackedSequence, name: str, repeats: int) -> Measurement:
     layout.plan.validate()
     worst = {key: max(each[key] for each in found) for key in found[0]}
     ratios = [each["most_bytes"] for each in found]
-    return Measurement(
+    return make_row(
+        seconds[1:],
+        "bfloat16",
         benchmark="packed",
         case=f"{name}-{case.tokens}",
         baseline="bytes of an all-gather",
         num_tasks=case.num_ranks,
         executor="plan of one rank",
-        dtype="bfloat16",
         ratio=statistics.median(ratios),
-        repeats=repeats,
         details={"best_ms": 1e3 * min(seconds), **worst},
-        **summarize(seconds[1:]),  # type: ignore[arg-type]
     )
 
 

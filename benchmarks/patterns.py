@@ -18,7 +18,7 @@ from benchmarks.cases import visible_mask
 from benchmarks.errors import verify_output
 from benchmarks.options import add_common
 from benchmarks.plots.speedups import plot_speedups
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_calls, time_in_turn
 from cqs.partial import Gradients, Partial
 from cqs.patterns import (
@@ -37,7 +37,7 @@ from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_gradients
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 from cqs.report.timing import make_timer
 from cqs.worker import BACKENDS
 
@@ -264,19 +264,15 @@ def _measure_length(
                 if on_gpu:
                     details["call_ms"] = 1e3 * calls[by]
                 rows.append(
-                    Measurement(
+                    make_row(
+                        own,
+                        tensors[0].dtype,
                         benchmark=f"patterns {what}",
                         case=f"{case.name}-{tokens}",
                         baseline="dense",
-                        num_tasks=1,
                         executor=by,
-                        dtype=str(tensors[0].dtype).removeprefix("torch."),
-                        ratio=statistics.median(
-                            a / b for a, b in zip(own, seconds["dense"], strict=True)
-                        ),
-                        repeats=repeats,
+                        ratio=seconds["dense"],
                         details=details,
-                        **summarize(own),  # type: ignore[arg-type]
                     )
                 )
         yield rows

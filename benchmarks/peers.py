@@ -18,7 +18,8 @@ from benchmarks.options import add_common, add_heads
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.method import Method
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
+from benchmarks.ranks import join_ranks
 from benchmarks.timing import time_by_wall_clock, time_calls, track
 from cqs.arguments import as_integer
 from cqs.executors.distributed.transport.transports import transport_of
@@ -26,7 +27,7 @@ from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients
 from cqs.problem import Problem, check_problem
 from cqs.report.exact import verify_gradients
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 from cqs.report.timing import make_timer, run_in_turn
 from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
@@ -115,10 +116,7 @@ def run(
         for number, (some, setting) in enumerate(runs):
             _run_again(some, number, setting)
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    device = join_ranks()
     rows: list[Measurement] = []
     for length in tokens or ([32768, 131072] if on_gpu else [2048]):
         for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]:
@@ -454,17 +452,16 @@ def _rows(
             if _CONNECTIONS in os.environ:
                 details["max_connections"] = int(os.environ[_CONNECTIONS])
         rows.append(
-            Measurement(
+            make_row(
+                own,
+                problem.query.dtype,
                 benchmark=f"peers {what}",
                 case=case,
                 baseline=baseline,
                 num_tasks=num_ranks,
                 executor=name,
-                dtype=str(problem.query.dtype).removeprefix("torch."),
                 ratio=ratio,
-                repeats=len(own),
                 details=details,
-                **summarize(own),  # type: ignore[arg-type]
             )
         )
     return rows

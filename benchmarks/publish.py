@@ -1,8 +1,36 @@
-"""Rows of a benchmark, printed as a table and appended to a file."""
+"""Rows of a benchmark: made of times, printed as a table and appended to a file."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from cqs.report.measurement import RowKind, append_rows, format_rows
+import torch
+
+from cqs.report.measurement import Measurement, RowKind, append_rows, format_rows, summarize
+
+
+def make_row(
+    seconds: Sequence[float],
+    dtype: torch.dtype | str,
+    *,
+    ratio: float | Sequence[float],
+    num_tasks: int = 1,
+    **fields: Any,
+) -> Measurement:
+    """Return the row of a computation.
+
+    Args:
+        seconds: Seconds of each repeat.
+        dtype: Dtype of the tensors.
+        ratio: The ratio to the baseline, or the seconds of each repeat of the baseline.
+        num_tasks: Number of tasks or ranks.
+        fields: Other fields of :class:`~cqs.report.measurement.Measurement`.
+    """
+    if isinstance(ratio, Sequence):
+        ratio = statistics.median(own / other for own, other in zip(seconds, ratio, strict=True))
+    fields = {"repeats": len(seconds), **summarize([*seconds]), **fields}
+    name = str(dtype).removeprefix("torch.")
+    return Measurement(dtype=name, num_tasks=num_tasks, ratio=ratio, **fields)
 
 
 def publish(

@@ -16,11 +16,11 @@ from benchmarks.cases import Case
 from benchmarks.errors import verify_close, verify_output
 from benchmarks.kills import killing
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.verify import VerificationError
 from cqs.problem import Problem
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 from cqs.report.table import percent
 
 _PARTS = {
@@ -198,16 +198,13 @@ def _row(
     seconds: list[float],
     seconds_of_one: list[float],
 ) -> Measurement:
-    return Measurement(
+    return make_row(
+        seconds,
+        problem.query.dtype,
         benchmark=benchmark,
         case=name,
         baseline="one process",
         num_tasks=num_tasks,
         executor="ray",
-        dtype=str(problem.query.dtype).removeprefix("torch."),
-        ratio=statistics.median(
-            run / one for run, one in zip(seconds, seconds_of_one, strict=True)
-        ),
-        repeats=len(seconds),
-        **summarize(seconds),  # type: ignore[arg-type]
+        ratio=seconds_of_one,
     )

@@ -3,7 +3,6 @@
 import argparse
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ import cqs
 from benchmarks.errors import verify_answer
 from benchmarks.kills import kill, killing
 from benchmarks.options import add_common, add_heads
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import progress_bar, track
 from cqs.distributed import attention
 from cqs.executors.distributed.exchange import Exchange
@@ -27,7 +26,7 @@ from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
-from cqs.report.measurement import Measurement, append_rows, summarize
+from cqs.report.measurement import Measurement, append_rows
 from cqs.report.table import percent
 
 _NUM_CALLS = 16
@@ -311,14 +310,13 @@ def _row(
     seconds: list[float],
     baseline_seconds: list[float],
 ) -> Measurement:
-    return Measurement(
+    return make_row(
+        seconds,
+        "bfloat16" if torch.cuda.is_available() else "float32",
         benchmark=benchmark,
         case=case,
         baseline=baseline,
         num_tasks=len(cluster.pids),
         executor=executor,
-        dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        ratio=statistics.median(a / b for a, b in zip(seconds, baseline_seconds, strict=True)),
-        repeats=len(seconds),
-        **summarize(seconds),  # type: ignore[arg-type]
+        ratio=baseline_seconds,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 import cqs
 from benchmarks.errors import relative_error
 from benchmarks.options import add_common, add_heads
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.streaming.budget import parse_budget
@@ -20,7 +20,7 @@ from cqs.executors.streaming.plan import HeldBlock, Position
 from cqs.executors.streaming.sources import Source, read_rows
 from cqs.problem import Problem
 from cqs.report.exact import check_error
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.scheduler import AttentionShape
 from cqs.streaming import OnDemand, Pass, StreamPlan, make_stream_plan
 
@@ -347,16 +347,15 @@ def _row(
     predicted_seconds: float,
 ) -> Measurement:
     ratios = (own / other for own, other in zip(seconds, baseline, strict=True))
-    return Measurement(
+    return make_row(
+        seconds,
+        "float16",
         benchmark=f"streaming {name}",
         case=f"{'causal' if plan.is_causal else 'full'}-{plan.seqlen_q}-h{shape.num_heads}"
         f":{shape.kv_heads}-d{shape.head_dim}",
         baseline="predicted" if "block" in name else "resident",
-        num_tasks=1,
         executor="cqs",
-        dtype="float16",
         ratio=statistics.median(ratios),
-        repeats=len(seconds),
         details={
             "tokens": plan.seqlen_q,
             "baseline_ms": 1e3 * statistics.median(baseline),
@@ -365,5 +364,4 @@ def _row(
             "predicted_bytes": predicted,
             "budget": plan.budget,
         },
-        **summarize(seconds),  # type: ignore[arg-type]
     )

@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.errors import relative_error
 from benchmarks.exact import exact_rows
+from benchmarks.publish import make_row
 from cqs.problem import check_problem
 from cqs.report.exact import check_error
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.machines import MACHINES
 from cqs.streaming import make_stream_plan
@@ -57,16 +58,15 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
     plan = make_stream_plan(
         length, length, shape, budget=budget, is_causal=is_causal, machine=MACHINES["CPU"]
     )
-    return Measurement(
+    return make_row(
+        [seconds],
+        "float32",
         benchmark="streaming files",
         case=f"{'causal' if is_causal else 'full'}-{length}-h{shape.num_heads}"
         f":{shape.kv_heads}-d{shape.head_dim}",
         baseline="predicted",
-        num_tasks=1,
         executor="cqs attend",
-        dtype="float32",
         ratio=seconds / plan.seconds,
-        repeats=1,
         details={
             "tokens": length,
             "predicted_ms": 1e3 * plan.seconds,
@@ -75,7 +75,6 @@ def measure_files(length: int, shape: AttentionShape, is_causal: bool, budget: i
             "budget": budget,
             "error": error,
         },
-        **summarize([seconds]),  # type: ignore[arg-type]
     )
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.errors import verify_answer
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.report.exact import verify_gradients
-from cqs.report.measurement import Measurement, summarize
+from cqs.report.measurement import Measurement
 from cqs.report.timing import Timer
 from cqs.scheduler import Plan
 from cqs.tiler import Tiler
@@ -116,18 +116,17 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                 for other in (f"{_TOGETHER} 1", "torch")
             )
             rows.append(
-                Measurement(
+                make_row(
+                    own,
+                    problem.query.dtype,
                     benchmark=f"tasks {name}",
                     case=f"{'causal' if problem.is_causal else 'full'}-{tokens}"
                     f"-h{problem.query.shape[1]}-d{problem.query.shape[3]}",
                     baseline=f"one call, {backend}",
                     num_tasks=num_tasks,
                     executor=kind,
-                    dtype=str(problem.query.dtype).removeprefix("torch."),
                     ratio=over_one,
-                    repeats=repeats,
                     details={"over_torch": over_torch},
-                    **summarize(own),  # type: ignore[arg-type]
                 )
             )
     return rows

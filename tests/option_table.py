@@ -41,7 +41,7 @@ MASKS = {
     "none": lambda q, k, batch, heads: None,
     "window": lambda q, k, batch, heads: sliding_window(5, 3),
     "documents": lambda q, k, batch, heads: documents(
-        [0, q // 3, q // 3, q // 2, q - 1, q], [0, k // 2, k - 5, k - 5, k - 2, k]
+        [0, q // 3, q // 3, q // 2, q - 1, q], [0, k // 2, *2 * [max(k - 5, k // 2)], k - 2, k]
     ),  # one without queries, one without keys
     "pairs": lambda q, k, batch, heads: from_mask(pairs_mask(q, k)),
     "per head": lambda q, k, batch, heads: per_head(

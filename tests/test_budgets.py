@@ -38,10 +38,6 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_fits_is_no_excess(project):
-    assert find_excesses(project) == []
-
-
 @pytest.mark.parametrize(
     ("path", "added", "excesses"),
     [

@@ -1,10 +1,10 @@
-"""The benchmark ``block`` verifies a layer on meshes, and times it and its parts."""
+"""The benchmarks ``block`` and ``model`` verify and time a layer on meshes, and training steps."""
 
 import pytest
 import torch
 from models import make_mesh
 
-from benchmarks import block, layer_parts
+from benchmarks import block, layer_parts, model
 from cqs.patterns import sliding_window
 
 pytestmark = pytest.mark.long
@@ -26,3 +26,10 @@ def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
     for row in rows:
         parts = [row.details[f"{part}_ms"] for part in layer_parts.PARTS]
         assert min(parts) > 0 and row.num_tasks == 4 and row.case.startswith("window-64-h4-kv2")
+
+
+def test_steps_on_ranks_have_the_loss_of_one_device(ranks):
+    given = "llama-tiny", 64, model.METHODS[:3], torch.device("cpu"), 1
+    rows, *_ = ranks.run(4, model.measure, *given)
+    assert [row.num_tasks for row in rows] == [1, 1, 4]
+    assert max(abs(row.details["loss"] - rows[0].details["loss"]) for row in rows) < 1e-5

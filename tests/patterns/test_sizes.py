@@ -17,7 +17,7 @@ from cqs.scheduler import make_plan
         ("bigbird(block=1)", 10**10),
         ("bigbird(block=1)", 2**62),
         ("global_tokens([*range(0, 1000000, 2)])", 10**6),
-        ("documents([*range(0, 1000000)])", 10**6),
+        ("documents([*range(0, 1000001)])", 10**6),
         (
             "documents([*range(0, 10000)], [*range(0, 10000)]) & documents([*range(0, 10000)])",
             9999,

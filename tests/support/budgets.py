@@ -139,8 +139,7 @@ def part_of(path: str, parts: Iterable[str]) -> str:
 
 def measure(root: Path) -> Counter[tuple[str, str]]:
     """Return what every part has, in the files below a folder: a count for each of ``NAMES``."""
-    folders = "cqs", "benchmarks", "tests"
-    paths = [path for each in folders for path in (root / each).rglob("*.py")]
+    paths = [path for top in ("cqs", "benchmarks", "tests") for path in (root / top).rglob("*.py")]
     texts = {str(path.relative_to(root)): path.read_text() for path in paths}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     fields, counts = typed_dicts(list(trees.values())), Counter[tuple[str, str]]()
@@ -153,9 +152,8 @@ def measure(root: Path) -> Counter[tuple[str, str]]:
         counts[part, NAMES[1]] = max(counts[part, NAMES[1]], number)
         counts[part, NAMES[2]] = max(counts[part, NAMES[2]], most)
     for path in (root / "docs").rglob("*.md"):
-        counts[part_of(str(path.relative_to(root)), MOST_WORDS), "words"] += len(
-            path.read_text().split()
-        )
+        part = part_of(str(path.relative_to(root)), MOST_WORDS)
+        counts[part, "words"] += len(path.read_text().split())
     return counts
 
 

@@ -78,11 +78,11 @@ def touched(changed: set[str], graph: dict[str, set[str]]) -> dict[str, int]:
             return found
 
 
-def main(commit: str) -> int:
+def main(since: str) -> int:
     """Return 1 if a test, a published suite or a fault fails."""
     end, files = time.time() + 60 * MINUTES, git("ls-files")
-    is_known = commit in git("rev-list", "HEAD")  # a shallow clone may lack it
-    changed = set(git("diff", "--name-only", commit, "HEAD") if is_known else files)
+    # A shallow clone may lack the commit.
+    changed = {*(git("diff", "--name-only", since) if since in git("rev-list", "HEAD") else files)}
     found = touched(changed, imports([file for file in files if file.endswith(".py")]))
     found |= {READ[top]: 0 for file in changed if (top := file.partition("/")[0]) in READ}
     suites = [name for name in SUITES if f"tests/judged/{name}.py" in found]
