@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.errors import verify_close
-from benchmarks.exact import exact_rows
+from benchmarks.errors import exact_rows, verify_close
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together

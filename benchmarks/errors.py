@@ -1,13 +1,33 @@
-"""Relative errors of results, compared with float64 or with another computation."""
+"""Exact results of some rows, and relative errors of results."""
 
 import torch
 from torch import Tensor
 
-from benchmarks.exact import exact_rows
-from cqs.executors.verify import sample_rows, verify_rows
+from cqs.executors.verify import sample_rows, verify_rows, visible_rows
 from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.report.exact import TOLERANCES, check_error
+
+
+def exact_rows(problem: Problem, rows: Tensor) -> Tensor:
+    """Compute the output of some query rows in float64, for problems too long for all rows.
+
+    Args:
+        problem: The problem.
+        rows: Query indices, int64 ``[rows]``.
+
+    Returns:
+        ``[batch, num_heads, rows, value_dim]``, float64.
+    """
+    group_size = problem.query.shape[1] // problem.key.shape[1]
+    masked_out = ~visible_rows(problem, rows)
+    outputs = []
+    for head in range(problem.query.shape[1]):
+        key, value = (t[:, head // group_size].double() for t in (problem.key, problem.value))
+        scores = problem.scale * problem.query[:, head, rows].double() @ key.mT
+        scores = scores.masked_fill(masked_out, -torch.inf)
+        outputs.append(scores.softmax(dim=-1).nan_to_num(0.0) @ value)
+    return torch.stack(outputs, dim=1)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

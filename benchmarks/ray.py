@@ -14,9 +14,9 @@ from torch import Tensor
 import cqs
 from benchmarks.cases import Case
 from benchmarks.errors import verify_close, verify_output
-from benchmarks.kills import killing
 from benchmarks.options import add_common
 from benchmarks.publish import make_row, publish
+from benchmarks.sharded import killing
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.verify import VerificationError
 from cqs.problem import Problem

@@ -293,10 +293,7 @@ def fit() -> str:
     )
     machine = fitting.fit(fitted)
     rows = []
-    for label, each in (
-        ("two GPUs, fitted", fitted),
-        ("four GPUs, predicted from the fit", measured),
-    ):
+    for label, each in (("two GPUs, fitted", fitted), ("four GPUs, predicted from it", measured)):
         errors = [abs(row.ratio(machine) - 1) for row in each]
         within = [sum(error < most for error in errors) for most in (0.05, 0.1)]
         rows.append([label, len(errors), *within])
@@ -370,22 +367,15 @@ def tasks(passes: str) -> str:
 
 def kernels() -> str:
     """TFLOP/s of single calls; the best of each column and pass in bold."""
-    names = {
-        "forward": {
-            "`triton` (Hopper kernel)": "triton",
-            "`flash` (FlashAttention-4, 4.0.0b36)": "flash",
-            "cuDNN": "cudnn",
-            "FlexAttention": "flex",
-        },
-        "backward": {
-            "`triton` (Hopper kernels)": "triton",
-            "`flash`, summed in a fixed order": "flash",
-            "cuDNN": "cudnn",
-        },
+    labels = {
+        "triton": "`triton` (Hopper kernels)",
+        "flash": "`flash` (FlashAttention-4, 4.0.0b36)",
+        "cudnn": "cuDNN",
+        "flex": "FlexAttention",
     }
     columns = [(head_dim, kind) for head_dim in (128, 64) for kind in ("full", "causal")]
     rows = []
-    for passes, executors in names.items():
+    for passes, executors in (("forward", [*labels]), ("backward", [*labels][:3])):
         cells = [
             [
                 "{:.0f}".format(
@@ -398,10 +388,10 @@ def kernels() -> str:
                 )
                 for head_dim, kind in columns
             ]
-            for executor in executors.values()
+            for executor in executors
         ]
-        for label, of_kernel in zip(executors, _mark_columns(cells, max), strict=True):
-            rows.append([f"{passes}, {label}", *of_kernel])
+        for executor, of_kernel in zip(executors, _mark_columns(cells, max), strict=True):
+            rows.append([f"{passes}, {labels[executor]}", *of_kernel])
     header = [f"d = {head_dim}" + ", causal" * (kind == "causal") for head_dim, kind in columns]
     return to_markdown(["", *header], rows)
 
@@ -491,12 +481,11 @@ def bottleneck(name: str, digits: int) -> str:
             f"{tokens:,}",
             *(f"{row['median_ms']:.{digits}f}" for row in (by[True], by[False])),
             *(_percent(row["ratio"]) for row in (by[True], by[False])),
-            f"`{by[False]['executor']}`",
         ]
         for (model, tokens), by in found.items()
     ]
     header = ["model", "tokens", "dense, ms", "pattern, ms", "attention, dense", "with pattern"]
-    return to_markdown([*header, "pattern"], rows)
+    return to_markdown(header, rows)
 
 
 def block_sparse() -> str:
@@ -804,6 +793,17 @@ def host(name: str) -> str:
     return to_markdown(header, table)
 
 
+def model() -> str:
+    """Tokens per second of training steps of a model on one GPU, by attention."""
+    table, rows = [], rows_of("model-h200")
+    for row in find_rows(rows, executor="cqs one"):
+        name, _, tokens = row["case"].rpartition("-")
+        both = find_row(rows, case=row["case"], executor="sdpa"), row
+        speeds = [f"{each['details']['tokens_per_second']:,.0f}" for each in both]
+        table.append([name, _length(int(tokens)), *speeds, f"{1 / row['ratio']:.2f}"])
+    return to_markdown(["model", "tokens", "`sdpa`, tokens/s", "cqs", "times"], table, num_labels=2)
+
+
 def judged() -> str:
     """Cases of other projects' test suites: passed, refused by option, and failed."""
     table: list[list[object]] = []
@@ -951,6 +951,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ray-report": report_of_actors,
     "sharded": sharded,
     "recovery": recovery,
+    "model": model,
     "judged": judged,
     "transformer-families": transformer_families,
     "transformer-outcomes": transformer_outcomes,

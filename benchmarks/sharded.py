@@ -3,8 +3,11 @@
 import argparse
 import os
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -15,7 +18,6 @@ from torch import Tensor
 
 import cqs
 from benchmarks.errors import verify_answer
-from benchmarks.kills import kill, killing
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import make_row, publish
 from benchmarks.timing import progress_bar, track
@@ -320,3 +322,21 @@ def _row(
         executor=executor,
         ratio=baseline_seconds,
     )
+
+
+@contextmanager
+def killing(pids: Sequence[int], seconds: float) -> Iterator[None]:
+    """Kill processes after some seconds, if the block does not end before."""
+    timer = threading.Timer(seconds, kill, [pids])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Send SIGKILL to processes."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)

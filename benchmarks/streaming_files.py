@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from benchmarks.errors import relative_error
-from benchmarks.exact import exact_rows
+from benchmarks.errors import exact_rows, relative_error
 from benchmarks.publish import make_row
 from cqs.problem import check_problem
 from cqs.report.exact import check_error

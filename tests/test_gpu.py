@@ -6,7 +6,7 @@ from support.exact import assert_tracks_exact, attend, eager_output, exact_answe
 
 import cqs
 from benchmarks.cases import CASES, Case
-from benchmarks.exact import exact_rows
+from benchmarks.errors import exact_rows
 from cqs.worker import choose_backend
 
 pytestmark = pytest.mark.gpu
