@@ -95,7 +95,8 @@ def _is_own(module: str) -> bool:
     path = getattr(sys.modules[module], "__file__", None)
     if path is None or family in ("bloom", "falcon", "mpt"):
         return False
-    if family == "informer":  # half of its layers, which require that there is no mask
+    # Half of Informer's layers require that there is no mask, DeepSeek V4 appends numbers to it.
+    if family in ("deepseek_v4", "informer"):
         return True
     code = "".join(each.read_text("utf-8") for each in Path(path).parent.glob("modeling_*.py"))
     has_layer = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)

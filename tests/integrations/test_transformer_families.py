@@ -14,9 +14,10 @@ from cqs.integrations.transformers import register
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 DECODERS = """
-    Apertus BioGpt Bloom Cohere2 DeepseekV3 DeepseekV32 Doge Ernie4_5 Exaone4 Falcon Flint GPTNeoX
-    Gemma Gemma2 Gemma3 Glm4 GptOss Granite GraniteSWA Helium Llama Llama4 Mistral Mixtral Mpt
-    Nemotron OPT Olmo2 Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2 VaultGemma
+    Apertus BioGpt Bloom Cohere2 DeepseekV3 DeepseekV32 DeepseekV4 Doge Ernie4_5 Exaone4 Falcon
+    Flint GPTNeoX Gemma Gemma2 Gemma3 Glm4 GptOss Granite GraniteSWA Helium Llama Llama4 Mistral
+    Mixtral Mpt Nemotron OPT Olmo2 Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3 StableLm Starcoder2
+    VaultGemma
 """.split()
 ENCODER_DECODERS = "T5 Bart M2M100 MT5 SwitchTransformers T5Gemma UMT5".split()
 MODELS = [f"{name}ForConditionalGeneration" for name in ENCODER_DECODERS]
