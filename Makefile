@@ -8,7 +8,7 @@ PIP := $(VENV)/python -m pip install --constraint constraints.txt --no-warn-scri
 TIMED := $(PYTHON) tests/support/timed.py
 # Tests of Ray and of ranks share one process each, and every other file has one: see tests/conftest.py.
 TESTS := $(TIMED) $(VENV)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
-# Files of `make test` that `make quick` leaves out: imports and interpreted kernels take long.
+# What `make quick` leaves out, besides examples of benchmarks: imports and interpreted kernels take long.
 LEFT_OUT := cqs/integrations tests/integrations tests/benchmarks tests/plotting tests/judged \
 	tests/patterns/test_sizes.py tests/test_matrix.py tests/test_fused_merge.py \
 	tests/worker/test_terms_in_kernels.py
@@ -45,7 +45,7 @@ quick: $(INSTALLED)
 test: $(INSTALLED)
 	$(TESTS) -m "not long"
 
-# What `make test` leaves out, as far as commits since SINCE change what it imports: 40 minutes at most.
+# What `make test` leaves out, as far as commits since SINCE change what it imports: no test begins after 40 minutes.
 SINCE ?= $(shell cat tests/complete-run.txt)
 touched: $(INSTALLED)
 	$(TIMED) $(VENV)/python -m tests.support.touched $(SINCE)

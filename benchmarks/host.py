@@ -1,6 +1,7 @@
 """Host time of calls: the time of the calling thread, without the time in which it waits."""
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         "local": cqs.attention,
     }
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    if num_ranks > 1:
+    if "RANK" in os.environ:
         calls[f"{num_ranks} ranks"] = cqs.distributed.attention
     generator, length = torch.Generator(device).manual_seed(0), tokens or 16
     dtype = torch.bfloat16 if on_gpu else torch.float32
