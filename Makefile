@@ -19,7 +19,7 @@ help:  # the first target, so that `make` alone prints it
 	@echo "make demo          attention on a private Ray cluster, checked (installs 1.4 GB)"
 	@echo "make quick         the fast tests: no Ray, no GPU (a minute)"
 	@echo "make test          what the library, Ray and the adaptors promise (7 to 13 minutes on 2 cores)"
-	@echo "make touched       what it leaves out and commits touch since the last complete run"
+	@echo "make touched       long tests, suites and faults that changes since the last complete run affect"
 	@echo "make test-all      every test, judged suites and faults: before a release (hours)"
 	@echo "make test-gpu      the tests that need a GPU, with the PyTorch that is installed"
 	@echo "make mutants       check that tests notice faults: WORDS='merge scheduler ...' or all"
@@ -36,7 +36,7 @@ demo: $(DEMO_INSTALLED)
 	$(VENV)/python -m cqs demo
 
 # One thread each: on small tensors more threads wait for each other, and long where cores are busy.
-quick test touched test-all judge: export OMP_NUM_THREADS := 1
+quick test touched test-all judge mutants: export OMP_NUM_THREADS := 1
 
 # No Ray, no GPU, no other library, nothing above a second: for a hook before each commit.
 quick: $(INSTALLED)
@@ -45,7 +45,7 @@ quick: $(INSTALLED)
 test: $(INSTALLED)
 	$(TESTS) -m "not long"
 
-# What `make test` leaves out, as far as commits since SINCE change what it imports: no test begins after 40 minutes.
+# Long tests, suites and faults that changes since SINCE affect; no test begins after 40 minutes.
 SINCE ?= $(shell cat tests/complete-run.txt)
 touched: $(INSTALLED)
 	$(TIMED) $(VENV)/python -m tests.support.touched $(SINCE)

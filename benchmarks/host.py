@@ -49,16 +49,17 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
     Raises:
         VerificationError: A result is wrong.
     """
-    device = join_ranks()
-    on_gpu = device.type == "cuda"
+    on_gpu, is_rank = torch.cuda.is_available(), "RANK" in os.environ
+    device = join_ranks() if is_rank else torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:
         torch.set_num_threads(1)
     calls: dict[str, Attend] = {
         _BASELINE: F.scaled_dot_product_attention,
         "local": cqs.attention,
     }
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    if "RANK" in os.environ:
+    num_ranks, rank = 1, 0
+    if is_rank:
+        num_ranks, rank = dist.get_world_size(), dist.get_rank()
         calls[f"{num_ranks} ranks"] = cqs.distributed.attention
     generator, length = torch.Generator(device).manual_seed(0), tokens or 16
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -87,7 +88,8 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             "over PyTorch": lambda row: f"{row.details['over_us']:.0f}",
         }
         publish(found, columns, out)
-    dist.destroy_process_group()
+    if is_rank:
+        dist.destroy_process_group()
 
 
 def _passes(shards: list[Tensor]) -> dict[str, Callable[[Attend], object]]:

@@ -1,8 +1,9 @@
-"""Run what ``make test`` leaves out and commits touch: ``python -m tests.support.touched COMMIT``.
+"""Run what changes since a commit affect: ``python -m tests.support.touched COMMIT``.
 
-Those since ``COMMIT``; all if it is unknown here. A test is touched if its file has changed, or one
-that it imports. No test begins after 40 minutes: those that are left are skipped and counted, and
-``make test-all`` runs them.
+These are faults in changed files, then published suites and long tests that are changed or import a
+changed file, the most direct ones first. If the commit is not in this clone, or the dependencies
+have changed, all are run. No test begins after 40 minutes: those that are left are skipped and
+counted, and ``make test-all`` runs them.
 """
 
 import ast
@@ -19,10 +20,8 @@ from tests.mutants import FAULTS
 ROOT = Path(__file__).parents[2]
 FOLDERS = ".", "tests", "tests/distributed", "tests/nn"
 """Where Python looks for modules, besides the folder of a test."""
-READ = {
-    "README.md": "tests/test_documents.py",
+READ = dict.fromkeys(("README.md", "docs"), "tests/test_documents.py") | {
     "benchmarks": "tests/benchmarks/test_pages.py",
-    "docs": "tests/test_documents.py",
     "examples": "tests/examples/test_ray_examples.py",
     "notebooks": "tests/test_notebooks.py",
 }
@@ -36,7 +35,7 @@ def git(*arguments: str) -> list[str]:
 
 
 def imported_names(file: PurePath) -> Iterator[str]:
-    """Yield the names that a file imports, anywhere in it, and their packages below the first."""
+    """Yield ``a.b`` and ``a.b.c`` for ``from a.b import c`` anywhere in a file, and other names."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -83,8 +82,10 @@ def touched(changed: set[str], graph: dict[str, set[str]]) -> dict[str, int]:
 def main(since: str) -> int:
     """Return 1 if a test, a published suite or a fault fails."""
     end, files = time.time() + 40 * 60, git("ls-files")
-    known = git("rev-list", "--ignore-missing", "--no-walk", since)
-    changed = {*(git("diff", "--name-only", "--diff-filter=d", since) if known else files)}
+    is_known = git("rev-list", "--ignore-missing", "--no-walk", since)
+    changed = {*(git("diff", "--name-only", "--diff-filter=d", since) if is_known else files)}
+    if changed & {"constraints.txt", "pyproject.toml"}:
+        changed = {*files}
     found = touched(changed, imports([file for file in files if file.endswith(".py")]))
     found |= {READ[top]: 0 for file in changed if (top := file.partition("/")[0]) in READ}
     suites = [name for name in SUITES if f"tests/judged/{name}.py" in found]
