@@ -67,15 +67,16 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
+        ValueError: ``peer`` is True on CPUs, or there are too few tokens.
         VerificationError: The loss, or a gradient of the first layer's queries, keys and values, is
             not that of ``sdpa``; on every rank.
     """
     for length in tokens or []:
         as_integer("tokens", length, 2 * int(os.environ.get("WORLD_SIZE", 1)))
+    if peer and not torch.cuda.is_available():
+        raise ValueError("peer must be False on CPUs, got True")
     device = join_ranks()
     on_gpu = device.type == "cuda"
-    if peer and not on_gpu:
-        raise ValueError("peer must be False on CPUs, got True")
     names = [*METHODS[: 2 if dist.get_world_size() == 1 else 3], *(["torch"] if peer else [])]
     rows: list[Measurement] = []
     for length in tokens or ([2**14, 2**15] if on_gpu else [512]):

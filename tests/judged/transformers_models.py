@@ -6,7 +6,9 @@ Outputs and gradients of all parameters are compared with those of ``attn_implem
 from functools import partial
 from unittest import SkipTest
 
+import torch
 import transformers
+from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto import modeling_auto
 
 from . import transformers_families as tiny
@@ -40,6 +42,10 @@ def _check(name, sides):
     results, spy = tiny.results_of_cqs(model, batch)
     if not spy.call_count:
         raise SkipTest("the model has attention of its own")
-    if tiny.deviation(results, expected) > 4:  # the model's own code reads padding
+    if "Blt" in name:  # its own code reads padding
         expected = tiny.results_of(tiny.with_attention(model, "sdpa"), batch)
-    assert tiny.deviation(results, expected) <= 4  # 3.2 between "sdpa" and "eager" in Gemma 4
+    if tiny.deviation(results, expected) > 1:  # rounding does not explain it in float64
+        with local_torch_dtype(torch.float64):
+            model, batch, expected = tiny.make_model(getattr(transformers, name), sides)
+            results, _ = tiny.results_of_cqs(model, batch)
+    assert tiny.deviation(results, expected) <= 1

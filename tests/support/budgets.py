@@ -47,7 +47,7 @@ BUDGETS = {
     "cqs/report": Budget(843, 126, 7),
     "cqs/commands": Budget(965, 154, 6),
     "benchmarks": Budget(6816, 767, 0),
-    "tests": Budget(19_492, 520, 0),
+    "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_221, "docs/notes": 18_065}

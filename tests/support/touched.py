@@ -83,9 +83,8 @@ def main(since: str) -> int:
     """Return 1 if a test, a published suite or a fault fails."""
     end, files = time.time() + 40 * 60, git("ls-files")
     is_known = git("rev-list", "--ignore-missing", "--no-walk", since)
-    changed = {*(git("diff", "--name-only", "--diff-filter=d", since) if is_known else files)}
-    if changed & {"constraints.txt", "pyproject.toml"}:
-        changed = {*files}
+    names = git("diff", "--name-only", "--diff-filter=d", since) if is_known else files
+    changed = {*files} if {"constraints.txt", "pyproject.toml"} & {*names} else {*names}
     found = touched(changed, imports([file for file in files if file.endswith(".py")]))
     found |= {READ[top]: 0 for file in changed if (top := file.partition("/")[0]) in READ}
     suites = [name for name in SUITES if f"tests/judged/{name}.py" in found]
