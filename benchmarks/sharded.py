@@ -22,8 +22,8 @@ from benchmarks.options import add_common, add_heads
 from benchmarks.publish import make_row, publish
 from benchmarks.timing import progress_bar, track
 from cqs.distributed import attention
+from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.exchange import Exchange
-from cqs.executors.distributed.rank_task import ChunkTask
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
@@ -37,7 +37,7 @@ _NUM_LAYERS = 64
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
 _PARTS: dict[str, tuple[type, str]] = {
     "exchange": (Exchange, "_send"),
-    "compute": (ChunkTask, "compute_away"),
+    "compute": (ForwardPass, "compute_away"),
     "return": (Exchange, "send_computed"),
 }
 """Part of a call -> method at which actors are killed: after it, but before ``compute``."""

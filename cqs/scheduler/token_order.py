@@ -7,12 +7,12 @@ nothing is received twice, and the memory is that of the resident side. With a b
 the traffic and the memory are those of a ring.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from cqs.scheduler import AttentionShape
+from cqs.scheduler import AttentionShape, Step
 from cqs.scheduler.cost_model import Prediction, near_shares
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Kind, list_kinds
@@ -20,6 +20,7 @@ from cqs.scheduler.machines import Machine
 from cqs.scheduler.workload import PASSES, Workload
 
 QUERIES, KEYS = 0, 1
+_Rows = TypeVar("_Rows")
 _BUFFER_TURNS, _MOST_PACKETS, _ALIGNMENT = 2, 3, 512
 """Sends in transit in a shared send buffer, the packets of each, and the bytes at which they are
 aligned."""
@@ -63,6 +64,38 @@ class Flow(NamedTuple):
 
 Batch = tuple[Flow, Sequence[Flow]]
 """Rows of the resident side of a batch, and of each part of the other side."""
+
+
+class Round(NamedTuple, Generic[_Rows]):
+    """What a device receives, computes and returns at a time."""
+
+    routes: tuple[_Rows, _Rows]
+    """The rows that it exchanges of queries, and of keys."""
+    receives: tuple[tuple[int, ...], ...]
+    """For every exchange before the computation, the sides of which tokens are received."""
+    returns: tuple[tuple[int, ...], ...]
+    """For every exchange after it, the sides of which results are returned and tokens freed."""
+    steps: tuple[Step, ...] = ()
+    """The steps to compute."""
+
+
+def make_rounds(
+    resident: int, batches: Iterable[tuple[_Rows, Sequence[tuple[_Rows, tuple[Step, ...]]]]]
+) -> list[Round[_Rows]]:
+    """Return the rounds of batches: the resident side stays while the other is streamed past it.
+
+    Args:
+        resident: The resident side.
+        batches: For every batch the rows of its resident side, and rows and steps of its parts.
+    """
+    rounds, both = [], ((resident,), (1 - resident,))
+    for route, parts in batches:
+        for i, (part, steps) in enumerate(parts):
+            routes = (route, part) if resident == QUERIES else (part, route)
+            receives = both[int(i > 0) :]
+            returns = both[::-1][: 1 + (i == len(parts) - 1)]
+            rounds.append(Round(routes, receives, returns, steps))
+    return rounds
 
 
 def list_orders(

@@ -18,8 +18,9 @@ from calls import cluster_of, notice_stalls_after, tensors_of
 
 import cqs
 from benchmarks.cases import Case
+from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.exchange import Exchange
-from cqs.executors.distributed.rank_task import ChunkTask, RankTask
+from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.verify import VerificationError
@@ -348,7 +349,7 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
         if dist.get_rank() >= number or mark.exists():
             return model(output)
         mark.touch()
-        owner = ChunkTask if part == "compute_away" else Exchange
+        owner = ForwardPass if part == "compute_away" else Exchange
         method = getattr(owner, part)
 
         def die(*arguments, **options):

@@ -24,8 +24,8 @@ from random_problems import random_problems
 from benchmarks.cases import Case
 from cqs.executors.distributed import bounded, prepared
 from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.chunk_pass import BackwardPass
 from cqs.executors.distributed.rank_task import RankTask
-from cqs.executors.distributed.streamed_task import StreamedTask, _Sums
 from cqs.partial import RunningMerge
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
@@ -43,7 +43,7 @@ SCRATCH = [
     (Worker, "run_backward"),
     (RunningMerge, "add_own"),
     (RunningMerge, "finish"),
-    (_Sums, "add"),
+    (BackwardPass, "merge"),
 ]
 """Functions of whose memory only the tensors count that they return. PyTorch converts a half
 precision tensor on the CPU before it adds it to a float32 sum."""
@@ -103,10 +103,9 @@ def measure(compute):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in SCRATCH:
             patch.setattr(owner, name, partialmethod(marked, getattr(owner, name)))
-        for owner in (RankTask, StreamedTask):
-            for name, is_forward in (("attend", True), ("differentiate", False)):
-                method = partialmethod(measured, getattr(owner, name), is_forward)
-                patch.setattr(owner, name, method)
+        for name, is_forward in (("attend", True), ("differentiate", False)):
+            method = partialmethod(measured, getattr(RankTask, name), is_forward)
+            patch.setattr(RankTask, name, method)
         patch.setattr(CutPlan, "most_bytes", partialmethod(noted, CutPlan.most_bytes))
         bounded._choose.cache_clear()
         result = compute()
@@ -271,8 +270,8 @@ def test_many_ranks_take_an_order_that_fits():
         lay_out(1)
     least = int(re.search(r"at least (\d+)", str(error.value))[1])
     assert least < 32 * 100 * 4 * 64 * 2  # half of all keys and values
-    layout, order, batches = lay_out(least)
-    assert order.num_chunks == len(layout.chunks) and batches
-    assert {step.queries for batch in batches for part in batch.parts for step in part.steps} == {
+    layout = lay_out(least)
+    assert layout.is_bounded and len(layout.rounds) > 1
+    assert {step.queries for each in layout.rounds for step in each.steps} == {
         step.queries for step in layout.steps
     }

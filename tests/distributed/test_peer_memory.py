@@ -16,8 +16,9 @@ from fake_gpus import World, current_rank, current_stream, synchronize
 from layouts import DEFAULTS
 
 import cqs
-from cqs.executors.distributed import rank_task, streamed_task
+from cqs.executors.distributed import rank_task
 from cqs.executors.distributed.bounded import Limit, lay_out_within
+from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.transport import ipc_memory, peer_memory, streams, transfer
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
@@ -117,10 +118,8 @@ def make_task(transport, call, rank, worker):
     lengths, (num_heads, num_kv_heads) = options.pop("lengths"), options.pop("heads")
     shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
     limit = Limit(options.pop("max_bytes"), False, shape, has_buffer=True)
-    layout, order, batches = lay_out_within(limit, lengths, lengths, rank, shape, **options)
-    if order is None:
-        return rank_task.RankTask(transport, layout, worker)
-    return streamed_task.StreamedTask(transport, layout, worker, batches, order.resident)
+    layout = lay_out_within(limit, lengths, lengths, rank, shape, **options)
+    return rank_task.RankTask(transport, layout, worker)
 
 
 def rows_of(call, rank):
@@ -266,14 +265,14 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
 ):
     """As if memory was short where results for other ranks are computed; also in a graph."""
     call = make_call(10, 10, 10, 10, heads=(2, 2), with_gradients=with_gradients)
-    tensors, failing, compute = draw_tensors(call), {}, rank_task.ChunkTask.compute_away
+    tensors, failing, compute = draw_tensors(call), {}, ForwardPass.compute_away
 
     def compute_or_fail(task, results):
         if failing[task.layout.rank] and task.chunk.index == failing_chunk:
             fail()
         compute(task, results)
 
-    monkeypatch.setattr(rank_task.ChunkTask, "compute_away", compute_or_fail)
+    monkeypatch.setattr(ForwardPass, "compute_away", compute_or_fail)
 
     def program(world, rank, transport):
         for failing[rank] in (False, True, False):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.batches import Batch, CutPlan
+from cqs.executors.distributed.batches import CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
@@ -13,6 +13,7 @@ from cqs.scheduler.machines import Machine
 from cqs.scheduler.token_order import (
     QUERIES,
     TokenOrder,
+    make_rounds,
     predict_orders,
     row_bytes,
 )
@@ -46,7 +47,7 @@ def lay_out_within(
     rank: int,
     shape: AttentionShape,
     **options: Any,
-) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
+) -> Layout:
     """Lay out attention for one rank in the fastest order that fits a limit.
 
     Args:
@@ -57,26 +58,24 @@ def lay_out_within(
         shape: Numbers of heads and head_dim.
         options: Other arguments of :func:`lay_out`.
 
-    Returns:
-        The layout, and the order and its batches; ``None`` and no batches if the ranks receive all
-        tokens of a head chunk at once.
-
     Raises:
         ValueError: No order fits the limit; the message gives the smallest that one fits.
     """
     usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
     if limit.max_bytes is None:
-        return usual, None, ()
+        return usual
     most = limit.max_bytes
     if not limit.is_given:
         most -= _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
     fits = _usual_bytes(limit, usual, **options) <= most
     if fits or not limit.is_given and _predict_peak(limit, usual, **options) <= limit.max_bytes:
-        return usual, None, ()
+        return usual
     degree, kind, order = _choose(limit, most, seqlens_q, seqlens_kv, shape, **options)
     options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
     layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **{**options, "with_gradients": True})
-    return layout, order, _cut(layout, degree).batches(order, rank)
+    rounds = make_rounds(order.resident, _cut(layout, degree).batches(order, rank))
+    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": layout.steps}
+    return replace(layout, rounds=tuple(rounds), is_bounded=True, **separate)
 
 
 @lru_cache(maxsize=64)

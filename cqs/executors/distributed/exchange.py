@@ -1,17 +1,15 @@
 """Exchange of token rows: shards to the ranks that compute with them, results to their owners."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, RowCopy
-from cqs.executors.distributed.transport.streams import OnStream
 from cqs.executors.distributed.transport.transfer import (
     Fill,
     LostError,
@@ -60,36 +58,6 @@ class Exchange:
             for transfer in self._transfers:
                 transfer.settle(end)
         self._transport.end()
-
-    def send_out(
-        self,
-        on_stream: OnStream,
-        shards: Sequence[Tensor],
-        heads: Sequence[Sequence[HeadsOfRanks]],
-        routes: Sequence[Route],
-    ) -> Iterator[Transfer]:
-        """Send every rank the rows and heads that it requires, and start receiving this rank's.
-
-        Args:
-            on_stream: Returns the context in which a chunk is sent.
-            shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
-            heads: For each chunk and tensor, the heads that every rank requires.
-            routes: For each tensor, its route.
-
-        Yields:
-            For each chunk the transfer of one tensor ``[batch, heads of a rank, tokens held, ...]``
-            per shard; up to ``num_turns`` chunks are in transit.
-        """
-
-        def send(chunk: int) -> Transfer:
-            with on_stream(chunk):
-                return self.fetch(chunk, shards, heads[chunk], routes)
-
-        chunks = iter(range(len(heads)))
-        pending = deque(map(send, islice(chunks, self._transport.num_turns)))
-        while pending:
-            yield pending.popleft()
-            pending += map(send, islice(chunks, 1))
 
     def fetch(
         self,

@@ -16,6 +16,7 @@ from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
 from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
 from cqs.scheduler.task import join_ranges
+from cqs.scheduler.token_order import KEYS, QUERIES, Round
 from cqs.scheduler.workload import Workload
 
 Lengths = tuple[int, ...]
@@ -73,6 +74,10 @@ class Layout:
     """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
     """Head chunks, which together cover all heads."""
+    rounds: tuple[Round[Route], ...]
+    """The rounds of every head chunk: one, unless memory is limited."""
+    is_bounded: bool = False
+    """Whether memory is limited. Then all steps are in ``away_steps`` and belong to a round."""
 
     @property
     def rank(self) -> int:
@@ -113,7 +118,7 @@ class Layout:
     @property
     def is_final(self) -> bool:
         """Whether results cover all keys of their queries and need no merge."""
-        return self.plan.kind.is_final
+        return self.plan.kind.is_final and not self.is_bounded
 
 
 @lru_cache(maxsize=32)
@@ -195,7 +200,9 @@ def lay_out(
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]
-    return Layout(plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks)
+    both = ((QUERIES, KEYS),)
+    whole = Round((of_queries, of_keys), both, both, sum(split, ()))
+    return Layout(plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks, (whole,))
 
 
 def _find_needs(

@@ -20,14 +20,12 @@ from cqs.executors.distributed.agreement import (
     control_group,
     swap,
 )
-from cqs.executors.distributed.batches import Batch
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout
 from cqs.executors.distributed.probe import probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.streamed_task import StreamedTask
 from cqs.executors.distributed.transport.transfer import Pass, Transport
 from cqs.executors.distributed.transport.transports import (
     count_sends,
@@ -42,7 +40,6 @@ from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler.machines import MACHINES, Links, Machine, machine_name
-from cqs.scheduler.token_order import TokenOrder
 from cqs.worker import Worker
 from cqs.worker.memory import free_bytes
 
@@ -302,7 +299,7 @@ class _Placement:
 
     def layouts(self, part: Problem, values: Mapping[str, Any]) -> list[Layout]:
         """Return the layouts of all ranks for a part of the problem."""
-        return [self._lay_out(part, values, rank)[0] for rank in range(len(self.shards.seqlens_q))]
+        return [self._lay_out(part, values, rank) for rank in range(len(self.shards.seqlens_q))]
 
     def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
         """Return this rank's task of a part of the problem, without dropout and score terms."""
@@ -311,15 +308,10 @@ class _Placement:
         if pattern is not None:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
-        layout, order, batches = self._lay_out(part, values, self.rank)
-        if order is None:
-            return RankTask(self.transport, layout, worker)
-        return StreamedTask(self.transport, layout, worker, batches, order.resident)
+        return RankTask(self.transport, self._lay_out(part, values, self.rank), worker)
 
-    def _lay_out(
-        self, part: Problem, values: Mapping[str, Any], rank: int
-    ) -> tuple[Layout, TokenOrder | None, tuple[Batch, ...]]:
-        """Return the layout of a rank, and the order in which it receives tokens, if limited."""
+    def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
+        """Return the layout of a rank."""
         seqlens_q, seqlens_kv, *_ = self.shards
         is_given = values["max_bytes"] is not None
         limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer)
