@@ -172,7 +172,8 @@ class ForwardPass(ChunkPass):
     def compute_own(self) -> None:
         """Compute the steps that require no tokens of other ranks, if they are separate."""
         if steps := self.layout.own_steps:
-            self._own.append((self.worker.run_together(steps, *self._own_tokens), slice(None)))
+            own = self.worker.run_together(steps, *self._own_tokens)
+            self._own.insert(0, (own, slice(None)))  # first in every chunk, so bits are the same
 
     def compute(self, current: Round[Route]) -> None:
         """Compute partial outputs of the queries held, and with keys held those of the shard."""
