@@ -8,18 +8,23 @@ number of devices, and no shared switch, which favours methods that exchange wit
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.head_groups import possible_head_parallel
+from cqs.scheduler.held_bytes import DeviceRows, Flow, most_bytes
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.rounds import Round
 from cqs.scheduler.workload import PASSES, Workload
 
 _SUM_ITEMSIZE = 4
 """Bytes of an element of a gradient sum, which is float32."""
 
+_MOST_TURNS = 4
+"""Number of head chunks in transit at a time."""
 _FEW_KEYS = 2**19
 """Number of keys up to which the lowest degree was measured to be fastest in a forward pass."""
 
@@ -117,33 +122,6 @@ def predict_plan(
         inputs = of_queries * with_gradients, 0.0
         return inputs, inputs, most
 
-    def packed() -> float:
-        """Return the bytes of a send buffer, which has one size on all devices."""
-        most = GroupNeeds(*map(max, zip(*needs, strict=True)))
-        there = (most.query_results - 1) * (with_gradients if is_backward else queries)
-        back = (most.queries - 1) * (queries if is_backward else merged)
-        of_keys = ((most.key_results - 1) * keys, (most.keys - 1) * keys)
-        return max(there, back + of_keys[1]) if is_backward else max(there + of_keys[0], back)
-
-    def peak_of(needed: GroupNeeds) -> float:
-        """Return the peak memory of a device in bytes, without its send buffer."""
-        if is_backward:
-            copied = _copied(needed.queries, needed.query_results) * queries
-            copied += _copied(needed.keys, needed.key_results) * keys
-            held = needed.queries * queries + needed.keys * keys
-            held += answer if is_final else 0  # saved for backward besides the caller's
-            received = needed.query_results * queries + needed.key_results * keys
-            sums = 0.0 if is_final else queries * _SUM_ITEMSIZE / workload.shape.itemsize
-            return held + answer + received + (copied + sums) / chunks + sum(tensors)
-        if num_devices == 1:
-            return answer
-        fetched = (needed.queries - 1) * queries + (needed.keys - 1 + needed.own_keys) * keys
-        returned = (needed.query_results - 1) * merged
-        own, home = (0, 0) if is_final else (results, needed.home * results)
-        first = fetched + (own + home + returned) / chunks
-        last = (fetched + own) / chunks + home + returned
-        return answer + max(first, last, own + home + returned)
-
     received, inputs, outputs = (
         max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True)
     )
@@ -162,9 +140,34 @@ def predict_plan(
         after = compute * num_tasks / num_devices ** (2 if workload.is_causal else 1) / chunks
     seconds = max(compute, (chunks - 1) * (send + send_back))
     seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
+    part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
+    chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
+    devices = {_rows_of(each, shard, is_final, is_backward=is_backward) for each in needs}
+    held = most_bytes(chunk, devices, chunks, [is_backward], has_buffer=True)
     *tensors, answer = workload.shard_bytes(num_devices)
-    peak = max(map(peak_of, needs)) + packed()
+    peak = held + answer + is_backward * sum(tensors)
     return Prediction(seconds, sum(received) + sum(outputs), peak, head_parallel, kind)
+
+
+def _rows_of(
+    needed: GroupNeeds, shard: tuple[int, int], is_final: bool, *, is_backward: bool
+) -> DeviceRows:
+    """Return the numbers of rows of a device with shards of such a size."""
+    queries, keys = shard
+    # A forward pass without gradients receives none of a device's own queries.
+    own, own_keys = (queries, keys) if is_backward else (0, keys * needed.own_keys)
+    away = Flow((needed.queries - 1) * queries, (needed.query_results - 1) * queries, 0)
+    there = away._replace(received=away.received + own, own=own)
+    with_keys = (needed.keys - 1) * keys + own_keys, (needed.key_results - 1) * keys, own_keys
+    return DeviceRows(
+        (Round((there, Flow(*with_keys))),),
+        shard,
+        (1, 1),
+        _MOST_TURNS,
+        results=there if is_final and is_backward else away,
+        separate=(0, 0) if is_final else (queries, needed.home * queries),
+        is_final=is_final,
+    )
 
 
 def predict_ring(
@@ -347,11 +350,6 @@ def predict(
     if (method, passes) == ("cqs", "forward") and workload._keys <= _FEW_KEYS:
         return min(nearly, key=lambda one: (one.head_parallel, one.seconds))
     return min(nearly, key=lambda one: one.peak_bytes)
-
-
-def _copied(needed: float, results: float) -> float:
-    """Return the number of groups that a device copies: 0 if its own group is not exchanged."""
-    return needed if max(needed, results) > 1 else 0.0
 
 
 def near_shares(

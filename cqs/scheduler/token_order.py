@@ -7,23 +7,19 @@ nothing is received twice, and the memory is that of the resident side. With a b
 the traffic and the memory are those of a ring.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from cqs.scheduler import AttentionShape, Step
+from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Prediction, near_shares
 from cqs.scheduler.head_groups import possible_head_parallel
+from cqs.scheduler.held_bytes import DeviceRows, Flow, most_bytes
 from cqs.scheduler.kinds import Kind, list_kinds
 from cqs.scheduler.machines import Machine
+from cqs.scheduler.rounds import KEYS, QUERIES, make_rounds
 from cqs.scheduler.workload import PASSES, Workload
-
-QUERIES, KEYS = 0, 1
-_Rows = TypeVar("_Rows")
-_BUFFER_TURNS, _MOST_PACKETS, _ALIGNMENT = 2, 3, 512
-"""Sends in transit in a shared send buffer, the packets of each, and the bytes at which they are
-aligned."""
 
 
 class TokenOrder(NamedTuple):
@@ -37,65 +33,6 @@ class TokenOrder(NamedTuple):
     """Maximum number of batches of the resident side in each head chunk."""
     is_streamed: bool
     """Whether the groups of the other side are received one by one, or else all at once."""
-
-
-class Flow(NamedTuple):
-    """Numbers of rows of a device in one exchange; results are sent in reverse."""
-
-    received: float
-    """Rows that the device computes with, its own included."""
-    sent: float
-    """Rows that it sends to other devices."""
-    own: float
-    """Rows of its own that it computes with."""
-    is_local: bool = False
-    """Whether no device sends rows to another, so that none is copied."""
-
-    @property
-    def copied(self) -> float:
-        """Rows that the device holds besides its shard."""
-        return 0.0 if self.is_local else self.received
-
-    @property
-    def stays(self) -> bool:
-        """Whether the device exchanges no rows with others."""
-        return not self.sent and self.received == self.own
-
-
-Batch = tuple[Flow, Sequence[Flow]]
-"""Rows of the resident side of a batch, and of each part of the other side."""
-
-
-class Round(NamedTuple, Generic[_Rows]):
-    """What a device receives, computes and returns at a time."""
-
-    routes: tuple[_Rows, _Rows]
-    """The rows that it exchanges of queries, and of keys."""
-    receives: tuple[tuple[int, ...], ...]
-    """For every exchange before the computation, the sides of which tokens are received."""
-    returns: tuple[tuple[int, ...], ...]
-    """For every exchange after it, the sides of which results are returned and tokens freed."""
-    steps: tuple[Step, ...] = ()
-    """The steps to compute."""
-
-
-def make_rounds(
-    resident: int, batches: Iterable[tuple[_Rows, Sequence[tuple[_Rows, tuple[Step, ...]]]]]
-) -> list[Round[_Rows]]:
-    """Return the rounds of batches: the resident side stays while the other is streamed past it.
-
-    Args:
-        resident: The resident side.
-        batches: For every batch the rows of its resident side, and rows and steps of its parts.
-    """
-    rounds, both = [], ((resident,), (1 - resident,))
-    for route, parts in batches:
-        for i, (part, steps) in enumerate(parts):
-            routes = (route, part) if resident == QUERIES else (part, route)
-            receives = both[int(i > 0) :]
-            returns = both[::-1][: 1 + (i == len(parts) - 1)]
-            rounds.append(Round(routes, receives, returns, steps))
-    return rounds
 
 
 def list_orders(
@@ -120,115 +57,6 @@ def list_orders(
         numbers = {most, *(2**i for i in range(most.bit_length()))}
         found += [TokenOrder(n, resident, number, True) for number in sorted(numbers)]
     return found
-
-
-def held_bytes(
-    shape: AttentionShape,
-    resident: int,
-    batches: Sequence[Batch],
-    shard: tuple[float, float],
-    head_groups: tuple[int, int],
-    *,
-    is_backward: bool,
-    has_buffer: bool = False,
-) -> float:
-    """Return the most bytes that a device holds at once for the exchanges of a pass.
-
-    These are received rows, send buffers, results and gradients until they are sent, and the sums
-    of results of this device's shard. The passes of :class:`~cqs.executors.distributed
-    .streamed_task.StreamedTask` allocate and free them in this order.
-
-    Args:
-        shape: Heads of a head chunk of a device.
-        resident: The resident side.
-        batches: The batches of a head chunk.
-        shard: Numbers of queries and keys of the device's shard.
-        head_groups: Number of head groups of queries, and of keys, that the shard is divided into.
-        is_backward: Whether the pass is a backward pass.
-        has_buffer: Whether packed rows are in a send buffer of a fixed size, see
-            :func:`buffer_bytes`, and so are not counted.
-    """
-    inputs, results, sums = row_bytes(shape, is_backward=is_backward)
-    streamed, apart = 1 - resident, shape.sums_apart
-    lse = shape.batch * shape.num_heads * shape.sum_itemsize
-    if is_backward:
-        base = apart * sum(
-            n * g * each for n, g, each in zip(shard, head_groups, sums, strict=True)
-        )
-    else:
-        base = shard[QUERIES] * head_groups[QUERIES] * (apart * sums[QUERIES] + lse)
-    of_part, of_batch = results[streamed], results[resident]
-
-    def fetched(side: int, flow: Flow) -> float:
-        return inputs[side] * (flow.copied + (0 if has_buffer else flow.sent))
-
-    def returned(each: float, flow: Flow) -> float:
-        if flow.stays:
-            return 0.0
-        return each * (flow.sent + (flow.own if has_buffer else flow.received))
-
-    peaks = [base]
-    for flow, parts in batches:
-        coming = [*(fetched(streamed, part) for part in parts), 0.0]
-        held = base + inputs[resident] * flow.copied
-        peaks.append(base + fetched(resident, flow))
-        added = 0.0  # sums of the batch
-        if not is_backward and resident == QUERIES:
-            added = flow.received * (of_batch + apart * sums[QUERIES] + lse)
-        peaks.append(held + added + coming[0])
-        returning = 0.0
-        for part, after in zip(parts, coming[1:], strict=True):
-            rows = (flow.received if part.received else 0.0), part.received
-            now = held + added + inputs[streamed] * part.copied + after + returning
-            if is_backward:
-                of_sums = [sums[resident] * rows[0], sums[streamed] * rows[1]]
-                peaks.append(now + sum(of_sums))
-                added = max(added, of_sums[0])
-                now = held + added + after
-                peaks.append(now + of_sums[1] + apart * of_part * part.received)
-            elif resident == QUERIES:
-                peaks.append(now + of_batch * rows[0])
-                continue
-            else:
-                peaks.append(now + of_part * part.received)
-                now = held + after
-            back = returned(of_part, part)
-            peaks.append(now + of_part * part.received + back)
-            returning = back or of_part * part.received
-        if is_backward:
-            peaks.append(base + flow.received * (sums[resident] + apart * of_batch))
-        if is_backward or resident == QUERIES:
-            peaks.append(base + of_batch * flow.received + returned(of_batch, flow))
-    return max(peaks)
-
-
-def buffer_bytes(
-    shape: AttentionShape, resident: int, batches: Sequence[Batch], *, is_backward: bool
-) -> float:
-    """Return the bytes of a device's rows in a send buffer, if that is as large as its largest."""
-    inputs, results, _ = row_bytes(shape, is_backward=is_backward)
-    sides = [(resident, flow) for flow, _ in batches]
-    sides += [(1 - resident, part) for _, parts in batches for part in parts]
-    most = max(
-        max(inputs[side] * flow.sent, results[side] * (flow.received - flow.own))
-        for side, flow in sides
-    )
-    return _BUFFER_TURNS * (most + _MOST_PACKETS * _ALIGNMENT)
-
-
-def row_bytes(
-    shape: AttentionShape, *, is_backward: bool
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Return the bytes of a row of queries, and of keys: of inputs, of results and of their sums.
-
-    Results of a forward pass are partial outputs, which only queries have.
-    """
-    wider = shape.sum_itemsize // shape.itemsize
-    query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
-    output = result - shape.batch * shape.num_heads * shape.sum_itemsize
-    if is_backward:
-        return (query + output + result, key), (query, key), (query * wider, key * wider)
-    return (query, key), (result, 0), (output * wider, 0)
 
 
 def predict_order(
@@ -257,7 +85,7 @@ def predict_order(
 
     Returns:
         The prediction. Its peak memory has the parts of :func:`~cqs.scheduler.cost_model
-        .predict_plan`: the bytes of :func:`held_bytes`, results and gradients of the shard.
+        .predict_plan`: the bytes held for exchanges, results and gradients of the shard.
     """
     num_tasks, resident = num_devices // head_parallel, order.resident
     needs = kind.needs(num_tasks, is_causal=workload.is_causal)
@@ -280,12 +108,17 @@ def predict_order(
         return Flow(rows, rows * (not is_local), rows * is_local, is_local)
 
     of_batch, of_part = flow(resident, per_batch), flow(1 - resident, seen / number)
-    batches = [(of_batch, [of_part] * min(number, 3))]  # later parts hold the same
+    parts = [(of_part, ())] * min(number, 3)  # later parts hold the same
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    held = held_bytes(shape, resident, batches, shard, groups, is_backward=is_backward)
+    rows = DeviceRows(make_rounds(resident, [(of_batch, parts)]), shard, groups)
+    held = most_bytes(shape, [rows], 1, [is_backward], has_buffer=False)
 
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
-    inputs, results, _ = row_bytes(shape, is_backward=is_backward)
+    query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
+    inputs, results = (query, key), (result, 0)
+    if is_backward:
+        output = result - shape.batch * shape.num_heads * shape.sum_itemsize
+        inputs, results = (query + output + result, key), (query, key)
 
     def exchange(side: int, num_bytes: float) -> float:
         return machine.exchange(*(shares[side] * num_bytes for shares in near))

@@ -23,12 +23,12 @@ from random_problems import random_problems
 
 from benchmarks.cases import Case
 from cqs.executors.distributed import bounded, prepared
-from cqs.executors.distributed.batches import CutPlan
-from cqs.executors.distributed.chunk_pass import BackwardPass
+from cqs.executors.distributed.chunk_pass import BackwardPass, ForwardPass
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.partial import RunningMerge
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
+from cqs.scheduler.held_bytes import most_bytes
 from cqs.scheduler.machines import SENT, Machine
 from cqs.scheduler.token_order import predict_orders
 from cqs.scheduler.workload import Workload
@@ -40,13 +40,16 @@ pytestmark = pytest.mark.slow
 NUM_PROBLEMS, BATCH = 500, 10
 SCRATCH = [
     (Worker, "run_together"),
+    (Worker, "run_steps"),
     (Worker, "run_backward"),
     (RunningMerge, "add_own"),
     (RunningMerge, "finish"),
-    (BackwardPass, "merge"),
+    (ForwardPass, "add"),
+    (BackwardPass, "add"),
 ]
 """Functions of whose memory only the tensors count that they return. PyTorch converts a half
 precision tensor on the CPU before it adds it to a float32 sum."""
+NEW = "run_together", "run_backward"
 BEGIN, END = 1_000_003, 1_000_033
 """Bytes of tensors that mark the beginning and the end of such a function among allocations."""
 
@@ -58,7 +61,9 @@ class Measured(NamedTuple):
     held: int
     """Most bytes that a pass of a task held on this rank."""
     predicted: int | None
-    """Most bytes that any rank holds with the order of tokens that was chosen, if one was."""
+    """Most bytes that any rank holds by prediction, if there is a limit."""
+    is_bounded: bool
+    """Whether an order of tokens was chosen."""
 
 
 def measure(compute):
@@ -67,12 +72,12 @@ def measure(compute):
     Outputs, LSEs and gradients of the shard are not counted, nor is the memory of
     the functions in ``SCRATCH``, except the tensors that a worker returns.
     """
-    passes, returned, predicted = [], [], []
+    passes, returned, predicted, are_bounded = [], [], [None], [False]
 
     def marked(owner, function, *arguments, **options):
         torch.empty(BEGIN, dtype=torch.uint8)
         found = function(owner, *arguments, **options)
-        is_new = function.__qualname__.startswith("Worker")
+        is_new = function.__name__ in NEW and options.get("into") is None
         if is_new:  # without the rows to which a kernel of the CPU pads few queries
             found = type(found)(*(each.clone() if is_part(each) else each for each in found))
         returned.append(sum(tensor.nbytes for tensor in found) if is_new else 0)
@@ -83,7 +88,11 @@ def measure(compute):
         found, samples = record_cpu_memory(partial(function, task, *arguments, **options))
         results = found[0] if is_forward else found
         of_shard = sum(tensor.nbytes for tensor in results)
+        are_bounded.append(task.layout.is_bounded)
         held, peak, depth, of_functions = 0, 0, 0, iter(returned)
+        if not (is_forward or task.layout.is_bounded):
+            kept = arguments[1] if task.layout.is_final else arguments[1][:-2]
+            held = sum(tensor.nbytes for tensor in kept)
         for (_, before), (_, after) in pairwise(samples):
             change = after - before
             depth += (change == BEGIN) - (change == END)
@@ -96,8 +105,8 @@ def measure(compute):
         passes.append(peak - of_shard)
         return found
 
-    def noted(plan, function, *arguments, **options):
-        predicted.append(function(plan, *arguments, **options))
+    def noted(*arguments, **options):
+        predicted.append(most_bytes(*arguments, **options))
         return predicted[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,10 +115,10 @@ def measure(compute):
         for name, is_forward in (("attend", True), ("differentiate", False)):
             method = partialmethod(measured, getattr(RankTask, name), is_forward)
             patch.setattr(RankTask, name, method)
-        patch.setattr(CutPlan, "most_bytes", partialmethod(noted, CutPlan.most_bytes))
+        patch.setattr(bounded, "most_bytes", noted)
         bounded._choose.cache_clear()
         result = compute()
-        return Measured(result, max(passes), predicted[-1] if predicted else None)
+        return Measured(result, max(passes), predicted[-1], are_bounded[-1])
 
 
 def is_part(tensor):
@@ -167,10 +176,11 @@ def test_random_problems_hold_what_is_predicted_and_at_most_the_limit(ranks, bat
     ]
     found = ranks.run(num_ranks, errors_and_bytes, limited)
     for problem, least, limit, *of_ranks in zip(limited, smallest[0], limits, *found, strict=True):
-        errors, held, predicted = zip(*of_ranks, strict=True)
+        errors, held, predicted, _ = zip(*of_ranks, strict=True)
         assert max(errors) < 1e-10, problem
         assert max(held) <= limit, (problem, held)
-        assert {*predicted} in ({None}, {max(held)}), problem
+        if limit > 1:  # otherwise ranks hold nothing
+            assert {*predicted} == {max(held)}, (problem, predicted, held)
         if limit == least > 1:
             assert max(held) == limit, problem
 
@@ -223,9 +233,9 @@ def test_without_a_limit_the_free_memory_is_one(ranks, free):
     """An order that fits none is the one that holds the fewest bytes."""
     case = Case("free", 112, 112, 4, 2)
     ((least,), *_) = ranks.run(7, smallest_limits, [(case, EVEN, {})])
-    for error, held, predicted in ranks.run(7, within_free_memory, case, EVEN, free):
+    for error, held, _, is_bounded in ranks.run(7, within_free_memory, case, EVEN, free):
         assert error < 1e-10
-        assert (predicted is None) == (free == 10**9)
+        assert is_bounded == (free < 10**9)
         assert held <= max(free, least)
 
 

@@ -9,16 +9,11 @@ from typing import Any, NamedTuple
 from cqs.executors.distributed.route import Route
 from cqs.patterns import BoundPattern
 from cqs.ranges import overlap
-from cqs.scheduler import AttentionShape, Plan, Step
+from cqs.scheduler import Plan, Step
+from cqs.scheduler.held_bytes import DeviceRows, Flow
+from cqs.scheduler.rounds import KEYS, QUERIES, Round, make_rounds
 from cqs.scheduler.task import join_ranges
-from cqs.scheduler.token_order import (
-    KEYS,
-    QUERIES,
-    Flow,
-    TokenOrder,
-    buffer_bytes,
-    held_bytes,
-)
+from cqs.scheduler.token_order import TokenOrder
 
 
 class Cell(NamedTuple):
@@ -28,20 +23,6 @@ class Cell(NamedTuple):
     """Index of the query group, and of the range among those of the plan."""
     step: Step
     """Queries and keys."""
-
-
-class Part(NamedTuple):
-    """Tokens of the streamed side that a rank receives at once, and what it computes with them."""
-
-    route: Route
-    steps: tuple[Step, ...]
-
-
-class Batch(NamedTuple):
-    """Tokens of the resident side that a rank holds, and the parts that are streamed past them."""
-
-    route: Route
-    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -54,8 +35,8 @@ class CutPlan:
     head_parallel: int
 
     @cached_property
-    def _found(self) -> dict[Any, list[tuple[list[Flow], list[list[Flow]]]]]:
-        """Rows of all ranks in each batch and part, by resident side and number of batches."""
+    def _counted(self) -> dict[Any, list[list[Round[Flow]]]]:
+        """Rounds of all ranks with their numbers of rows, by order without head chunks."""
         return {}
 
     @cached_property
@@ -104,66 +85,49 @@ class CutPlan:
             found.append((of_ranks, _by_index(parts)))
         return found
 
-    def batches(self, order: TokenOrder, rank: int) -> tuple[Batch, ...]:
-        """Return the batches of a rank."""
+    def rounds(self, order: TokenOrder, rank: int) -> list[Round[Route]]:
+        """Return the rounds of a rank."""
         resident, streamed = order.resident, 1 - order.resident
-        return tuple(
-            Batch(
-                self._route(of_batch, resident, rank),
-                tuple(
-                    Part(self._route(of_part, streamed, rank), _join(of_part[rank]))
-                    for of_part in parts
-                ),
-            )
-            for of_batch, parts in self.wanted(order)
+        return make_rounds(
+            resident,
+            (
+                (
+                    self._route(cells, resident, rank),
+                    [(self._route(part, streamed, rank), _join(part[rank])) for part in parts],
+                )
+                for cells, parts in self.wanted(order)
+            ),
         )
 
-    def most_bytes(
-        self,
-        order: TokenOrder,
-        shape: AttentionShape,
-        head_groups: tuple[int, int],
-        *,
-        with_gradients: bool,
-        has_buffer: bool,
-    ) -> int:
-        """Return the most bytes that any rank holds, see :func:`held_bytes`.
+    def rows(self, order: TokenOrder, head_groups: tuple[int, int]) -> list[DeviceRows]:
+        """Return the numbers of rows of every rank.
 
         Args:
             order: The order.
-            shape: Heads of a head chunk of a rank.
             head_groups: Number of head groups of queries, and of keys.
-            with_gradients: Whether a backward pass will follow.
-            has_buffer: Whether packed rows are in a send buffer of a fixed size.
         """
         key = order[1:]  # head chunks are alike
-        if (found := self._found.get(key)) is None:
+        if key not in self._counted:
             resident, streamed = order.resident, 1 - order.resident
-            found = self._found[key] = [
-                (self._flows(of_batch, resident), [self._flows(each, streamed) for each in parts])
-                for of_batch, parts in self.wanted(order)
-            ]
-        held, buffers = [0.0], [0.0]
-        for rank, shard in enumerate(zip(*self.shards, strict=True)):
-            batches = [(flows[rank], [part[rank] for part in parts]) for flows, parts in found]
-            lengths = len(shard[QUERIES]), len(shard[KEYS])
-            for is_backward in (False, True)[: 1 + with_gradients]:
-                held.append(
-                    held_bytes(
-                        shape,
-                        order.resident,
-                        batches,
-                        lengths,
-                        head_groups,
-                        is_backward=is_backward,
-                        has_buffer=has_buffer,
-                    )
+            flows = [
+                (
+                    flows_of(self._route(cells, resident, 0)),
+                    [flows_of(self._route(part, streamed, 0)) for part in parts],
                 )
-                if has_buffer and batches:
-                    buffers.append(
-                        buffer_bytes(shape, order.resident, batches, is_backward=is_backward)
-                    )
-        return int(max(held) + max(buffers))
+                for cells, parts in self.wanted(order)
+            ]
+            self._counted[key] = [
+                make_rounds(
+                    resident,
+                    [(held[rank], [(part[rank], ()) for part in parts]) for held, parts in flows],
+                )
+                for rank in range(len(self.shards[0]))
+            ]
+        shards = zip(*self.shards, strict=True)
+        return [
+            DeviceRows(rounds, (len(queries), len(keys)), head_groups)
+            for rounds, (queries, keys) in zip(self._counted[key], shards, strict=True)
+        ]
 
     def _ordered(self, rank: int, side: int, cells: list[Cell]) -> list[Cell]:
         own, number = rank // self.head_parallel, self.plan.num_tasks
@@ -172,14 +136,18 @@ class CutPlan:
     def _route(self, of_ranks: Sequence[list[Cell]], side: int, rank: int) -> Route:
         return Route(self.shards[side], [_tokens(cells, side) for cells in of_ranks], rank)
 
-    def _flows(self, of_ranks: Sequence[list[Cell]], side: int) -> list[Flow]:
-        """Return the rows of every rank in one exchange."""
-        route = self._route(of_ranks, side, 0)
-        numbers = route.numbers
-        own = numbers.diagonal()
-        sent = (numbers.sum(axis=1) - own).tolist()
-        columns = zip(numbers.sum(axis=0).tolist(), sent, own.tolist(), strict=True)
-        return [Flow(*each, is_local=route.is_local) for each in columns]
+
+def flows_of(route: Route) -> list[Flow]:
+    """Return the numbers of rows of every rank in an exchange, given the route of any of them."""
+    own, sent, received = (
+        numbers.tolist()
+        for numbers in (
+            route.numbers.diagonal(),
+            route.numbers.sum(axis=1) - route.numbers.diagonal(),
+            route.numbers.sum(axis=0),
+        )
+    )
+    return [Flow(*each, is_local=route.is_local) for each in zip(received, sent, own, strict=True)]
 
 
 def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:

@@ -1,24 +1,20 @@
 """Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
 
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.batches import CutPlan, flows_of
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
-from cqs.scheduler.cost_model import predict_plan
-from cqs.scheduler.machines import Machine
-from cqs.scheduler.token_order import (
-    QUERIES,
-    TokenOrder,
-    make_rounds,
-    predict_orders,
-    row_bytes,
-)
+from cqs.scheduler.held_bytes import DeviceRows, most_bytes
+from cqs.scheduler.rounds import QUERIES, Round
+from cqs.scheduler.token_order import TokenOrder, predict_orders
 from cqs.scheduler.workload import PASSES, Workload
 
+_TURNS = 2, 4
+"""Number of head chunks in transit without a send buffer, and with one."""
 _FEW_RANKS = 16
 """Number of ranks up to which the bytes of every order are counted."""
 _MOST_DEVIATION, _MOST_TRIED = 1.5, 8
@@ -38,6 +34,8 @@ class Limit(NamedTuple):
     """Batch, heads, head dimensions and itemsize of the shards."""
     has_buffer: bool
     """Whether packed rows are in a send buffer of a fixed size."""
+    with_lse: bool = False
+    """Whether LSEs of final results are sent too."""
 
 
 def lay_out_within(
@@ -67,13 +65,16 @@ def lay_out_within(
     most = limit.max_bytes
     if not limit.is_given:
         most -= _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
-    fits = _usual_bytes(limit, usual, **options) <= most
-    if fits or not limit.is_given and _predict_peak(limit, usual, **options) <= limit.max_bytes:
+    needed = _count_whole(limit, usual, **options)
+    if needed <= most:
         return usual
-    degree, kind, order = _choose(limit, most, seqlens_q, seqlens_kv, shape, **options)
+    chosen = _choose(limit, most, needed, seqlens_q, seqlens_kv, shape, **options)
+    if chosen is None:
+        return usual
+    degree, kind, order = chosen
     options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
     layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **{**options, "with_gradients": True})
-    rounds = make_rounds(order.resident, _cut(layout, degree).batches(order, rank))
+    rounds = _cut(layout, degree).rounds(order, rank)
     separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": layout.steps}
     return replace(layout, rounds=tuple(rounds), is_bounded=True, **separate)
 
@@ -82,12 +83,16 @@ def lay_out_within(
 def _choose(
     limit: Limit,
     most_allowed: int,
+    whole_bytes: float,
     seqlens_q: Lengths,
     seqlens_kv: Lengths,
     shape: AttentionShape,
     **options: Any,
-) -> tuple[int, Kind, TokenOrder]:
-    """Return head-parallel degree, kind and order of the fastest order within a limit."""
+) -> tuple[int, Kind, TokenOrder] | None:
+    """Return head-parallel degree, kind and order of the fastest order within a limit.
+
+    If none fits free memory, and none holds fewer bytes than head chunks as a whole, return None.
+    """
     with_gradients, pattern = options["with_gradients"], options["pattern"]
     lengths = sum(seqlens_q), sum(seqlens_kv)
     bound = None if pattern is None else pattern.bind(*lengths)
@@ -97,7 +102,7 @@ def _choose(
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
         return _cut(lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen), degree)
 
-    least = None
+    least: tuple[float, tuple[int, Kind, TokenOrder] | None] = whole_bytes, None
     num_pairs = None if bound is None else bound.num_pairs
     workload = Workload(lengths[0], limit.shape, options["is_causal"], lengths[1], num_pairs)
     plan, passes = options["plan"], "both" if with_gradients else "forward"
@@ -131,22 +136,22 @@ def _choose(
         assert kind is not None
         part = workload.part(degree)
         heads, kv_heads = (n // order.num_chunks for n in (part.num_heads, part.kv_heads))
-        most = cut(degree, kind).most_bytes(
-            order,
+        groups = degree, min(degree, limit.shape.kv_heads)
+        held = most_bytes(
             replace(part, num_heads=heads, num_kv_heads=kv_heads),
-            (degree, min(degree, limit.shape.kv_heads)),
-            with_gradients=with_gradients,
+            cut(degree, kind).rows(order, groups),
+            1,
+            PASSES[passes],
             has_buffer=limit.has_buffer,
         )
-        if least is None or most < least[0]:
-            least = most, (degree, kind, order)
-        if most <= most_allowed:
+        if held < least[0]:
+            least = held, (degree, kind, order)
+        if held <= most_allowed:
             return degree, kind, order
-    assert least is not None, "there is an order for every plan"
     if not limit.is_given:
         return least[1]
     raise ValueError(
-        f"max_bytes must be at least {least[0]} for these tensors and options, got "
+        f"max_bytes must be at least {least[0]:.0f} for these tensors and options, got "
         f"{limit.max_bytes}"
     )
 
@@ -170,61 +175,39 @@ def _cut(layout: Layout, head_parallel: int) -> CutPlan:
     return CutPlan(layout.plan, shards, head_parallel)
 
 
-def _predict_peak(
-    limit: Limit, layout: Layout, *, with_gradients: bool, machine: Machine, **options: Any
-) -> float:
-    """Predict the peak memory of a rank with its results, for groups of equal size.
-
-    It is closer than :func:`_usual_bytes`, but no bound: for a limit that may be exceeded.
-    """
-    plan, num_ranks = layout.plan, len(layout.of_queries.shards)
-    workload = Workload(plan.seqlen_q, limit.shape, plan.is_causal, plan.seqlen_kv)
-    degree, chunks = num_ranks // plan.num_tasks, len(layout.chunks)
-    predict = partial(predict_plan, workload, num_ranks, machine, degree, num_chunks=chunks)
-    passes = PASSES["both" if with_gradients else "forward"]
-    return max(predict(is_backward=each, kind=plan.kind).peak_bytes for each in passes)
-
-
-def _usual_bytes(limit: Limit, layout: Layout, *, with_gradients: bool, **options: Any) -> float:
-    """Return a bound of the bytes that any rank holds if it receives head chunks as a whole.
-
-    It counts all results at once, and the inputs of as many head chunks as are in transit.
+def _count_whole(limit: Limit, layout: Layout, *, with_gradients: bool, **options: Any) -> float:
+    """Return the most bytes that any rank holds if it receives head chunks as a whole.
 
     Args:
         limit: The limit.
-        layout: The layout of any rank, which all give the same bound.
+        layout: The layout of any rank.
         with_gradients: Whether a backward pass will follow.
         options: Other arguments of :func:`lay_out`.
     """
-    num_chunks = len(layout.chunks)
-    head_parallel = len(layout.of_queries.shards) // layout.plan.num_tasks
+    shards, num_chunks = (layout.of_queries.shards, layout.of_keys.shards), len(layout.chunks)
+    head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
     part = Workload(0, limit.shape).part(head_parallel)
-    turns = min(4 if limit.has_buffer else 2, num_chunks) / num_chunks
-    flows = [
-        (numbers.sum(axis=0), numbers.sum(axis=1))
-        for numbers in (
-            each.numbers for each in (layout.of_queries, layout.of_keys, layout.of_results)
+    heads, kv_heads = part.num_heads // num_chunks, part.kv_heads // num_chunks
+    routes = layout.of_queries, layout.of_keys, layout.of_results
+    devices = [
+        DeviceRows(
+            [Round((queries, keys))],
+            (len(of_queries), len(of_keys)),
+            (head_parallel, min(head_parallel, limit.shape.kv_heads)),
+            _TURNS[limit.has_buffer],
+            results,
+            separate,
+            is_final=layout.is_final,
+            with_lse=limit.with_lse,
+        )
+        for queries, keys, results, of_queries, of_keys, separate in zip(
+            *map(flows_of, routes), *shards, layout.separate, strict=True
         )
     ]
-    if limit.has_buffer:  # the buffers of all ranks are as large as the largest
-        flows = [(there.max(keepdims=True), back.max(keepdims=True)) for there, back in flows]
-    of_results = flows[2]
-    inputs, (result, _), _ = row_bytes(part, is_backward=False)
-    pairs = list(zip(inputs, flows[:2], strict=True))
-    received = sum(each * flow[0] for each, flow in pairs)
-    sent = sum(each * flow[1] for each, flow in pairs)
-    shards = layout.of_queries.shards, layout.of_keys.shards
-    own = result * max(map(len, shards[QUERIES])) * (0 if layout.is_final else 2)
-    results = result * (of_results[0] + of_results[1])
-    if not with_gradients:
-        return float(max(turns * (received + sent) + results) + own)
-    kept = received + result * of_results[0] * layout.is_final
-    forward = kept + turns * sent + results + own
-    (of_queries, _), gradients, sums = row_bytes(part, is_backward=True)
-    backward = kept + turns * (of_queries - inputs[0]) * sum(flows[0])
-    for side in (0, 1):
-        there, back = flows[side]
-        backward = backward + (sums[side] + gradients[side]) / num_chunks * there
-        backward = backward + gradients[side] * (there + back)
-        backward = backward + head_parallel * sums[side] / num_chunks * max(map(len, shards[side]))
-    return float(max(max(forward), max(backward)))
+    return most_bytes(
+        replace(part, num_heads=heads, num_kv_heads=kv_heads),
+        devices,
+        num_chunks,
+        PASSES["both" if with_gradients else "forward"],
+        has_buffer=limit.has_buffer,
+    )

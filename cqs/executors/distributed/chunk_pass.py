@@ -1,9 +1,7 @@
 """One head chunk of a rank's task in one pass: receive, compute, return, merge, free."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,12 +16,12 @@ from cqs.executors.distributed.exchange import (
 )
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.route import Route
-from cqs.executors.distributed.split_steps import see_only
+from cqs.executors.distributed.split_steps import see_only, span_of
 from cqs.executors.distributed.transport.row_copies import copy_rows
 from cqs.executors.distributed.transport.transfer import Transfer
 from cqs.partial import Gradients, Partial, RunningMerge, lse_dtype, merge_rows, sum_rows
 from cqs.scheduler import Step
-from cqs.scheduler.token_order import KEYS, QUERIES, Round
+from cqs.scheduler.rounds import KEYS, QUERIES, ChunkRounds, Round
 from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -32,89 +30,38 @@ _SIDES = slice(0, 1), slice(1, 3)
 """The tensors of queries, and of keys, among query, key and value."""
 
 
-@dataclass
-class ChunkPass:
-    """Runs the rounds of a head chunk.
+class ChunkPass(ChunkRounds[Route]):
+    """A head chunk in a pass of a rank."""
 
-    In a round, a rank receives tokens, computes with all tokens that it holds, and sends results
-    back for those that it then frees. While it computes, the tokens of the next round of a batch
-    are in transit. Allocations and frees are those that
-    :func:`cqs.scheduler.token_order.held_bytes` counts.
-    """
+    def __init__(
+        self,
+        layout: Layout,
+        exchange: Exchange,
+        chunk: HeadChunk,
+        worker: Worker,
+        turns: Iterator[int],
+        sent: Sides,
+    ) -> None:
+        """Prepare the pass.
 
-    layout: Layout
-    exchange: Exchange
-    chunk: HeadChunk
-    worker: Worker
-    """Worker for the heads of the chunk."""
-    turns: Iterator[int]
-    """Numbers of its exchanges."""
-    sent: Sides
-    """Tensors of this rank's shard, all heads, that ranks send to each other."""
-    held: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
-    """Tensors of all tokens that the rank holds, with the heads of the chunk."""
-    _coming: Transfer | None = None
-    _returning: tuple[Transfer, Sequence[int], Round[Route]] | None = None
-    """The results that are in transit, their sides and round."""
+        Args:
+            layout: The rank's work and routing tables.
+            exchange: The exchange of the pass.
+            chunk: The heads to compute.
+            worker: Worker for these heads.
+            turns: Numbers of the chunk's exchanges.
+            sent: Tensors of this rank's shard, all heads, that ranks send to each other.
+        """
+        super().__init__(layout.rounds)
+        self.layout, self.chunk, self._worker = layout, chunk, worker
+        self._exchange, self._turns, self._sent = exchange, turns, sent
+        self._held: tuple[list[Tensor], list[Tensor]] = [], []
+        """Tensors of all tokens that the rank holds, with the heads of the chunk."""
 
-    def receive(self) -> None:
-        """Begin to receive the tokens of the first round."""
-        first = self.layout.rounds[0]
-        self._coming = self._fetch(first, first.receives[0])
-
-    def compute_own(self) -> None:
-        """Compute the steps that require no tokens of other ranks, if they are separate."""
-
-    def run(self) -> None:
-        """Run all rounds; the results of the last may still be in transit."""
-        rounds = self.layout.rounds
-        for current, following in zip_longest(rounds, rounds[1:]):
-            for sides in current.receives:
-                coming, self._coming = self._coming or self._fetch(current, sides), None
-                self._hold(sides, coming.wait())
-            if following is not None and len(following.receives) == 1:
-                self._coming = self._fetch(following, following.receives[0])
-            self.compute(current)
-            for sides in current.returns:
-                for side in sides:
-                    self.held[side].clear()
-                self._merge_returned()
-                if (transfer := self.send_back(current, sides)) is not None:
-                    self._returning = transfer, sides, current
-            if len(current.returns) > 1:  # the end of a batch
-                self._merge_returned()
-
-    def finish(self) -> None:
-        """Write the results of this rank's shard."""
-        raise NotImplementedError
-
-    def compute(self, current: Round[Route]) -> None:
-        """Compute a round with the tokens held."""
-        raise NotImplementedError
-
-    def send_back(self, current: Round[Route], sides: Sequence[int]) -> Transfer | None:
-        """Send the results for the tokens of some sides, if there are any, to their owners."""
-        raise NotImplementedError
-
-    def merge(self, received: list[Tensor], sides: Sequence[int], current: Round[Route]) -> None:
-        """Add results that were sent back for this rank's shard."""
-        raise NotImplementedError
-
-    def _hold(self, sides: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        for side in sides:
-            number = len(self.sent[side])
-            self.held[side].extend(tensors[:number])
-            tensors = tensors[number:]
-
-    def _merge_returned(self) -> None:
-        if self._returning is not None:
-            transfer, sides, origin = self._returning
-            self._returning = None
-            self.merge(transfer.wait(), sides, origin)
-
-    def _fetch(self, current: Round[Route], sides: Sequence[int]) -> Transfer:
-        tensors = [tensor for side in sides for tensor in self.sent[side]]
-        owners = [side for side in sides for _ in self.sent[side]]
+    def fetch(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
+        """Send this rank's tokens, and begin to receive those of others."""
+        tensors = [tensor for side in sides for tensor in self._sent[side]]
+        owners = [side for side in sides for _ in self._sent[side]]
         if self.layout.is_bounded and (route := current.routes[sides[0]]).is_local:
             own = self.chunk.heads[sides[0]][route.rank]
             rows = next(iter(route.sends[route.rank]), range(0))
@@ -123,11 +70,32 @@ class ChunkPass:
             )
         heads = [self.chunk.heads[side] for side in owners]
         routes = [current.routes[side] for side in owners]
-        return self.exchange.fetch(next(self.turns), tensors, heads, routes)
+        return self._exchange.fetch(next(self._turns), tensors, heads, routes)
+
+    def hold(self, sides: tuple[int, ...], transfer: Transfer) -> None:
+        """Wait for tokens and hold them."""
+        tensors = transfer.wait()
+        for side in sides:
+            number = len(self._sent[side])
+            self._held[side].extend(tensors[:number])
+            tensors = tensors[number:]
+
+    def free(self, sides: tuple[int, ...]) -> None:
+        """Free the tokens of some sides."""
+        for side in sides:
+            self._held[side].clear()
+
+    def merge(self, transfer: Transfer, sides: tuple[int, ...], current: Round[Route]) -> None:
+        """Wait for results for this rank's shard, and add them to others."""
+        self.add(transfer.wait(), sides, current)
+
+    def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
+        """Add results for this rank's shard to others."""
+        raise NotImplementedError
 
     def _held_tokens(self, current: Round[Route]) -> list[HeldTokens]:
         """Return query, key, value and the other tensors of queries with their positions."""
-        (query, *others), (key, value) = self.held
+        (query, *others), (key, value) = self._held
         queries, keys = (route.held for route in current.routes)
         ranges = queries, keys, keys, *(queries for _ in others)
         return list(map(HeldTokens.packed, (query, key, value, *others), ranges))
@@ -172,7 +140,7 @@ class ForwardPass(ChunkPass):
     def compute_own(self) -> None:
         """Compute the steps that require no tokens of other ranks, if they are separate."""
         if steps := self.layout.own_steps:
-            own = self.worker.run_together(steps, *self._own_tokens)
+            own = self._worker.run_together(steps, *self._own_tokens)
             self._own.insert(0, (own, slice(None)))  # first in every chunk, so bits are the same
 
     def compute(self, current: Round[Route]) -> None:
@@ -181,7 +149,7 @@ class ForwardPass(ChunkPass):
             self._away = self._send_results()
             self._compute_home()
         elif current.steps:
-            results = self.worker.run_together(current.steps, *self._held_tokens(current))
+            results = self._worker.run_together(current.steps, *self._held_tokens(current))
             if current.returns[0] == (QUERIES,):
                 self._results = results
                 return
@@ -189,7 +157,7 @@ class ForwardPass(ChunkPass):
                 self._merge = RunningMerge(Partial(*map(torch.empty_like, results)))
             self._merge.add_own(results)
 
-    def send_back(self, current: Round[Route], sides: Sequence[int]) -> Transfer | None:
+    def send_back(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer | None:
         """Send partial outputs to the owners of their queries."""
         if not self.layout.is_bounded:
             return self._away
@@ -199,11 +167,11 @@ class ForwardPass(ChunkPass):
         if self._merge is not None:
             results, self._merge = self._merge.finish(), None
         route = current.routes[QUERIES]
-        return self.exchange.send_back(
-            next(self.turns), results or self._empty_results(0), [route, route]
+        return self._exchange.send_back(
+            next(self._turns), results or self._empty_results(0), [route, route]
         )
 
-    def merge(self, received: list[Tensor], sides: Sequence[int], current: Round[Route]) -> None:
+    def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
         heads, rank = self.chunk.query_heads, self.layout.rank
         route = current.routes[QUERIES] if self.layout.is_bounded else self.layout.of_results
@@ -224,9 +192,8 @@ class ForwardPass(ChunkPass):
             else:
                 merge_rows(place, parts + self._own * (group == heads[rank]))
 
-    def finish(self) -> None:
+    def write(self) -> None:
         """Write the answer, and free all other results."""
-        self._merge_returned()
         self._own.clear()
         while self._merges:
             self._merges.popitem()[1].finish()
@@ -236,7 +203,7 @@ class ForwardPass(ChunkPass):
 
         They are kept only if they cover all keys of their queries.
         """
-        layout, (query, *_), keys = self.layout, *self.held
+        layout, (query, *_), keys = self.layout, *self._held
         route, is_kept = layout.of_results, self._keep and layout.is_final
         # Without rows, the results determine only dtype and shape.
         results = self._empty_results(sum(route.receives) if is_kept else 0)
@@ -245,7 +212,7 @@ class ForwardPass(ChunkPass):
             self.kept += [query, *keys, *(results if is_kept else ())]
         if is_kept:
             self.compute_away(results)
-            return self.exchange.send_back(next(self.turns), sent, [route] * len(sent))
+            return self._exchange.send_back(next(self._turns), sent, [route] * len(sent))
 
         def make(places: list[Tensor]) -> None:
             output, *lse = places
@@ -253,13 +220,13 @@ class ForwardPass(ChunkPass):
                 lse = [results.lse.new_empty(output.shape[:3])]
             self.compute_away(Partial(output, *lse))
 
-        return self.exchange.send_computed(next(self.turns), sent, route, make)
+        return self._exchange.send_computed(next(self._turns), sent, route, make)
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
-        query = HeldTokens.packed(self.held[QUERIES][0], self.layout.of_queries.held)
+        query = HeldTokens.packed(self._held[QUERIES][0], self.layout.of_queries.held)
         steps = self.layout.away_steps
-        self.worker.run_steps(
+        self._worker.run_steps(
             steps, query, *self._held_keys(steps), sinks=self._sinks, into=results
         )
 
@@ -275,10 +242,10 @@ class ForwardPass(ChunkPass):
         if layout.is_final and not self._keep:
             into = self._places[self.chunk.query_heads[layout.rank]]
         else:
-            seeing = range(steps[0].queries.start, steps[-1].queries.stop)
+            seeing = span_of(steps)
             query = HeldTokens.packed(query.take([seeing]), (seeing,))
         held = query, *self._held_keys(steps)
-        results = self.worker.run_together(steps, *held, sinks=self._sinks, into=into)
+        results = self._worker.run_together(steps, *held, sinks=self._sinks, into=into)
         first = seeing.start - layout.queries.start
         self._own.append((results, slice(first, first + len(seeing))))
 
@@ -287,7 +254,7 @@ class ForwardPass(ChunkPass):
         """Return query, key and value of the shard for the heads of the chunk."""
         layout = self.layout
         ranges = layout.queries, layout.keys, layout.keys
-        shards = [tensor for tensors in self.sent for tensor in tensors]
+        shards = [tensor for tensors in self._sent for tensor in tensors]
         return [
             HeldTokens.packed(_select(shard, heads[layout.rank]), (tokens,))
             for shard, heads, tokens in zip(shards, self.chunk.heads, ranges, strict=True)
@@ -297,11 +264,11 @@ class ForwardPass(ChunkPass):
         """Return keys and values for steps: this rank's shard if it has them all, else received."""
         if see_only(self.layout.keys, steps):
             return self._own_tokens[1:]
-        return [HeldTokens.packed(each, self.layout.of_keys.held) for each in self.held[KEYS]]
+        return [HeldTokens.packed(each, self.layout.of_keys.held) for each in self._held[KEYS]]
 
     def _empty_results(self, num_rows: int) -> Partial:
         """Return uninitialised partial outputs of this rank's heads."""
-        (query,), (_, value), width = *self.sent, len(self.chunk.query_heads[0])
+        (query,), (_, value), width = *self._sent, len(self.chunk.query_heads[0])
         output = query.new_empty((query.shape[0], width, num_rows, value.shape[3]))
         return Partial(output, query.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype)))
 
@@ -309,16 +276,17 @@ class ForwardPass(ChunkPass):
 class BackwardPass(ChunkPass):
     """Computes the gradients of this rank's shard."""
 
-    def __init__(self, *fields: Any, gradients: Gradients, final: Sequence[Tensor]) -> None:
+    def __init__(self, *fields: Any, gradients: Gradients, kept: Sequence[Tensor]) -> None:
         """Prepare a backward pass.
 
         Args:
             *fields: Those of :class:`ChunkPass`.
             gradients: Gradients of this rank's shard, all heads; written to.
-            final: Output and LSE of the queries held, if this rank has computed them.
+            kept: Tensors that the forward pass of the chunk kept.
         """
         super().__init__(*fields)
-        self._gradients, self._final = gradients, final
+        self._held = [*kept[:1]], [*kept[1:3]]
+        self._gradients, self._final = gradients, kept[3:]
         self._results: tuple[list[Tensor], list[Tensor]] = [], []
         """Gradients of the tokens held, of queries and of keys."""
         self._sums: list[dict[range, tuple[Tensor, Tensor]]] = []
@@ -332,18 +300,18 @@ class BackwardPass(ChunkPass):
         """Add the gradients of a round to those of the tokens held."""
         if not current.steps:
             return
-        query, dtype = self.held[QUERIES][0], None
-        self.held[QUERIES].extend(self._final)
+        query, dtype = self._held[QUERIES][0], None
+        self._held[QUERIES].extend(self._final)
         if not self.layout.is_bounded:
             dtype = query.dtype
         tokens = self._held_tokens(current)
-        gradients = self.worker.run_backward(current.steps, *tokens, dtype=dtype)
+        gradients = self._worker.run_backward(current.steps, *tokens, dtype=dtype)
         for results, tensors in zip(self._results, (gradients[:1], gradients[1:]), strict=True):
             for total, tensor in zip(results, tensors, strict=False):
                 total += tensor
             results += tensors[len(results) :]
 
-    def send_back(self, current: Round[Route], sides: Sequence[int]) -> Transfer:
+    def send_back(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
         """Send gradients to the owners of their tokens, in the dtype of the query."""
         rank, results, routes = self.layout.rank, list[Tensor](), list[Route]()
         for side in sides:
@@ -352,9 +320,9 @@ class BackwardPass(ChunkPass):
             results += [each.to(none[0].dtype) for each in self._results[side]] or none
             routes += [current.routes[side]] * len(none)
             self._results[side].clear()
-        return self.exchange.send_back(next(self.turns), results, routes)
+        return self._exchange.send_back(next(self._turns), results, routes)
 
-    def merge(self, received: list[Tensor], sides: Sequence[int], current: Round[Route]) -> None:
+    def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Add gradients of this rank's shard, or write their sum if they are all there are."""
         numbers = [number for side in sides for number in range(3)[_SIDES[side]]]
         if not self.layout.is_bounded:
@@ -367,9 +335,11 @@ class BackwardPass(ChunkPass):
                 for part, rows in parts:
                     total[:, :, rows] += part
 
-    def finish(self) -> None:
+    def compute_own(self) -> None:
+        """Compute nothing: gradients require the gradient of the output of other ranks."""
+
+    def write(self) -> None:
         """Write the gradients, and free their sums."""
-        self._merge_returned()
         while self._sums:
             for place, total in self._sums.pop().values():
                 if total is not place:

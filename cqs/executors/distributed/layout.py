@@ -7,7 +7,13 @@ from typing import Any
 
 from cqs.executors.distributed.document_needs import DocumentNeeds, Wanted
 from cqs.executors.distributed.route import Route, cut_shards
-from cqs.executors.distributed.split_steps import SplitSteps, keys_of, see_only, split_steps
+from cqs.executors.distributed.split_steps import (
+    SplitSteps,
+    keys_of,
+    see_only,
+    span_of,
+    split_steps,
+)
 from cqs.patterns import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
@@ -15,13 +21,14 @@ from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind
 from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
+from cqs.scheduler.rounds import Round
 from cqs.scheduler.task import join_ranges
-from cqs.scheduler.token_order import KEYS, QUERIES, Round
 from cqs.scheduler.workload import Workload
 
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
 
+Separate = Sequence[tuple[int, int]]
 _SLACK = 0.02
 """Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
 more accurate than this."""
@@ -74,6 +81,9 @@ class Layout:
     """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
     """Head chunks, which together cover all heads."""
+    separate: Separate
+    """For every rank, the numbers of queries of which it merges results of ``own_steps``, and of
+    ``home_steps``."""
     rounds: tuple[Round[Route], ...]
     """The rounds of every head chunk: one, unless memory is limited."""
     is_bounded: bool = False
@@ -180,7 +190,7 @@ def lay_out(
     )
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
     find = _find_document_needs if isinstance(kind, Documents) else _find_needs
-    split, wanted_results, wanted_queries, wanted_keys = find(
+    split, separate, wanted_results, wanted_queries, wanted_keys = find(
         plan_of_tasks, shards_q, shards_kv, rank, head_parallel, with_gradients
     )
     of_queries = of_results = Route(shards_q, wanted_results, rank)
@@ -200,9 +210,10 @@ def lay_out(
     )
     chunks = _make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]
-    both = ((QUERIES, KEYS),)
-    whole = Round((of_queries, of_keys), both, both, sum(split, ()))
-    return Layout(plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks, (whole,))
+    whole = Round((of_queries, of_keys), steps=sum(split, ()))
+    return Layout(
+        plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks, separate, (whole,)
+    )
 
 
 def _find_needs(
@@ -212,7 +223,7 @@ def _find_needs(
     rank: int,
     head_parallel: int,
     with_gradients: bool,
-) -> tuple[SplitSteps, Wanted, Wanted, Wanted]:
+) -> tuple[SplitSteps, Separate, Wanted, Wanted, Wanted]:
     """Return the steps of a rank, and the tokens that every rank requires for its task.
 
     Args:
@@ -224,8 +235,8 @@ def _find_needs(
         with_gradients: Whether a backward pass will follow.
 
     Returns:
-        The steps of the rank; the queries of which every rank returns results, those that it
-        receives, and the keys that it receives.
+        The steps of the rank; :attr:`Layout.separate`; the queries of which every rank returns
+        results, those that it receives, and the keys that it receives.
     """
     is_final = plan.kind.is_final
     bound = None if plan.pattern is None else plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
@@ -247,7 +258,11 @@ def _find_needs(
             keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
             for split, own_keys in zip(splits, shards_kv, strict=True)
         ]
-    return splits[rank], wanted_results, wanted_queries, wanted_keys
+    separate = [
+        (0, 0) if is_final else (len(own_queries) if split.own else 0, len(span_of(split.home)))
+        for split, own_queries in zip(splits, shards_q, strict=True)
+    ]
+    return splits[rank], separate, wanted_results, wanted_queries, wanted_keys
 
 
 def _find_document_needs(
@@ -257,15 +272,16 @@ def _find_document_needs(
     rank: int,
     head_parallel: int,
     with_gradients: bool,
-) -> tuple[SplitSteps, Wanted, Wanted, Wanted]:
+) -> tuple[SplitSteps, Separate, Wanted, Wanted, Wanted]:
     """Return what :func:`_find_needs` does, without the steps of other ranks."""
     needs = DocumentNeeds(plan.placement, shards_q, shards_kv, head_parallel)
+    nothing = [(0, 0)] * len(shards_q)
     if with_gradients:
         split, results = SplitSteps((), (), needs.steps(needs.all, rank)), needs.listed(needs.all)
-        return split, results, results, needs.listed(needs.keys)
+        return split, nothing, results, results, needs.listed(needs.keys)
     split = SplitSteps((), *(needs.steps(each, rank) for each in (needs.home, needs.away)))
     results = needs.listed(needs.away)
-    return split, results, results, needs.listed(needs.remote_keys())
+    return split, nothing, results, results, needs.listed(needs.remote_keys())
 
 
 def _choose(

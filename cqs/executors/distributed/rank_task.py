@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, repeat
+from itertools import count, repeat
 from typing import TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
-from cqs.scheduler.token_order import QUERIES
+from cqs.scheduler.rounds import QUERIES, run_chunks
 from cqs.worker import Worker
 
 _MOST_AT_ONCE = 196_608
@@ -130,9 +130,8 @@ class RankTask:
             held = kept[chunk.index * number :][:number]
             return BackwardPass(
                 *(layout, exchange, chunk, self._worker_of(chunk, terms), turns, sent),
-                ([*held[:1]], [*held[1:3]]),
                 gradients=gradients,
-                final=held[3:],
+                kept=held,
             )
 
         self._run(make, grad_output.device, of_pass, self.transport.num_streams)
@@ -159,35 +158,13 @@ class RankTask:
             Exchange(self.transport, of_pass, num_turns) as exchange,
             open_streams(device, min(at_once, len(chunks))) as on_stream,
         ):
-            if is_bounded:
-                turns = count()
-                for chunk in chunks:
-                    chunk_pass = make(chunk, exchange, turns)
-                    chunk_pass.run()
-                    chunk_pass.finish()
-                return []
-            passes = [make(chunk, exchange, repeat(chunk.index)) for chunk in chunks]
-            unsent = enumerate(passes)
-
-            def receive(number: int) -> None:
-                for i, chunk_pass in islice(unsent, number):
-                    with on_stream(i):
-                        chunk_pass.receive()
-
-            receive(self.transport.num_turns)
-            for i, chunk_pass in enumerate(passes):
-                with on_stream(i):
-                    if i == 0:  # overlaps the exchange of the first head chunk
-                        chunk_pass.compute_own()
-                    chunk_pass.run()
-                receive(1)
-            for i, chunk_pass in enumerate(passes[1:], 1):  # overlaps the last results
-                with on_stream(i):
-                    chunk_pass.compute_own()
-            for i, chunk_pass in enumerate(passes):
-                with on_stream(i):
-                    chunk_pass.finish()
-        return passes
+            turns = count()
+            passes = (
+                make(chunk, exchange, turns if is_bounded else repeat(chunk.index))
+                for chunk in chunks
+            )
+            most = None if is_bounded else self.transport.num_turns
+            return run_chunks(passes, most, on_stream)
 
     def _worker_of(self, chunk: HeadChunk, terms: ScoreTerms | None) -> Worker:
         heads, worker = chunk.query_heads[self.layout.rank], self.worker

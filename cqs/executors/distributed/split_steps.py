@@ -1,6 +1,6 @@
 """The steps of a rank's task, split by the tokens that its shard has."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cqs.patterns import BoundPattern
@@ -57,6 +57,11 @@ def split_steps(
                 if part.live_pairs and live:
                     chosen.append(part)
     return SplitSteps(tuple(own), tuple(home), tuple(away))
+
+
+def span_of(steps: Sequence[Step]) -> range:
+    """Return the queries from the first step to the last."""
+    return range(steps[0].queries.start, steps[-1].queries.stop) if steps else range(0)
 
 
 def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
