@@ -142,15 +142,21 @@ def predict_plan(
     seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
     part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
     chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
-    devices = {_rows_of(each, shard, is_final, is_backward=is_backward) for each in needs}
-    held = most_bytes(chunk, devices, chunks, [is_backward], has_buffer=True)
-    *tensors, answer = workload.shard_bytes(num_devices)
-    peak = held + answer + is_backward * sum(tensors)
+    groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
+    devices = {
+        _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward) for each in needs
+    }
+    peak = most_bytes(chunk, devices, chunks, [is_backward], has_buffer=True, with_results=True)
     return Prediction(seconds, sum(received) + sum(outputs), peak, head_parallel, kind)
 
 
 def _rows_of(
-    needed: GroupNeeds, shard: tuple[int, int], is_final: bool, *, is_backward: bool
+    needed: GroupNeeds,
+    shard: tuple[int, int],
+    head_groups: tuple[int, int],
+    *,
+    is_final: bool,
+    is_backward: bool,
 ) -> DeviceRows:
     """Return the numbers of rows of a device with shards of such a size."""
     queries, keys = shard
@@ -162,7 +168,7 @@ def _rows_of(
     return DeviceRows(
         (Round((there, Flow(*with_keys))),),
         shard,
-        (1, 1),
+        head_groups,
         _MOST_TURNS,
         results=there if is_final and is_backward else away,
         separate=(0, 0) if is_final else (queries, needed.home * queries),

@@ -53,10 +53,11 @@ def most_bytes(
     passes: Sequence[bool],
     *,
     has_buffer: bool,
+    with_results: bool = False,
 ) -> float:
-    """Return the most bytes that a device holds, besides its shard and the results for it.
+    """Return the most bytes that a device holds besides its shard.
 
-    Scratch of merges is not counted. A forward pass keeps tensors if there is a backward pass.
+    A forward pass keeps tensors if there is a backward pass. Scratch of merges is not counted.
 
     Args:
         shape: Heads of a head chunk of a device.
@@ -64,12 +65,21 @@ def most_bytes(
         num_chunks: Number of head chunks.
         passes: For every pass, whether it is a backward pass.
         has_buffer: Whether packed rows are in a send buffer, which is as large on all devices.
+        with_results: Whether to count output, LSE and gradients of the shard, and on GPUs the
+            float32 sums in which a kernel adds up gradients of queries.
     """
     most, largest_send = 0.0, 0.0
     for is_backward in passes:
         sends = []
         for rows in devices:
-            memory = _Memory(has_buffer=has_buffer)
+            memory = _Memory(has_buffer=has_buffer, has_scratch=with_results)
+            if with_results:
+                queries, keys = (
+                    n * groups * num_chunks
+                    for n, groups in zip(rows.shard, rows.head_groups, strict=True)
+                )
+                memory.hold(shape.result_bytes(1) * queries)
+                memory.gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
             make = _Backward if is_backward else partial(_Forward, keeps=any(passes))
             run_chunks((make(memory, shape, rows) for _ in range(num_chunks)), rows.num_turns)
             most = max(most, memory.most)
@@ -86,16 +96,21 @@ def most_bytes(
 class _Memory:
     """The bytes that a device holds."""
 
-    def __init__(self, *, has_buffer: bool) -> None:
-        self.has_buffer = has_buffer
+    def __init__(self, *, has_buffer: bool, has_scratch: bool) -> None:
+        self.has_buffer, self.has_scratch = has_buffer, has_scratch
         self.sends: list[tuple[float, ...]] = []
         """Bytes of the packets of every send."""
-        self.most = self._now = 0.0
+        self.most = self._now = self.gradients = 0.0
 
     def hold(self, number: float) -> None:
         """Hold more bytes, or fewer."""
         self._now += number
         self.most = max(self.most, self._now)
+
+    def hold_gradients(self) -> None:
+        """Hold the gradients of the shard, unless they are held."""
+        self.hold(self.gradients)
+        self.gradients = 0.0
 
     def send(self, packets: Sequence[float], received: float) -> float:
         """Hold packed rows, whose bytes are returned, and rows that are received."""
@@ -223,7 +238,8 @@ class _Backward(_Chunk):
 
     def __init__(self, memory: _Memory, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)
-        self._gradients, self._sums, self._shard_sums = self.inputs, [0.0, 0.0], 0.0
+        self._gradients, self._sums = self.inputs, [0.0, 0.0]
+        self._shard_sums = self._scratch = 0.0
         # Gradients of the output are received; output and LSE unless they were kept.
         answer = self.result - self.lse + self.result * (not rows.is_final)
         self.inputs = [answer, 0.0]
@@ -232,22 +248,32 @@ class _Backward(_Chunk):
             groups = zip(rows.shard, rows.head_groups, self._gradients, strict=True)
             sums = sum(n * number * row for n, number, row in groups)
             self._shard_sums = sums * self.wider * (self.wider > 1)
+            memory.hold_gradients()
             memory.hold(self._shard_sums)
         else:
             queries, keys = (flow.received for flow in rows.rounds[0].routes)
             kept = self._gradients[QUERIES] * queries + self._gradients[KEYS] * keys
             memory.hold(kept + self.result * rows.results.received * rows.is_final)
-            if memory.has_buffer:  # kernels of GPUs round sums
+            if (
+                memory.has_buffer
+            ):  # kernels of GPUs round sums, and have those of queries as scratch
+                self._scratch = self._gradients[QUERIES] * self.wider * memory.has_scratch
                 self.wider = 1.0
 
     def compute_own(self) -> None:
         pass
 
+    def merge(self, transfer: tuple[float, float], *rest: Any) -> None:
+        self.memory.hold_gradients()
+        super().merge(transfer, *rest)
+
     def compute(self, current: Round[Flow]) -> None:
         numbers = [flow.received for flow in current.routes]
         if all(numbers):
             made = [n * row * self.wider for n, row in zip(numbers, self._gradients, strict=True)]
-            self.memory.hold(sum(made))
+            scratch = self._scratch * numbers[QUERIES]
+            self.memory.hold(sum(made) + scratch)
+            self.memory.hold(-scratch)
             for side, number in enumerate(made):
                 if self._sums[side]:  # added to those of an earlier round
                     self.memory.hold(-number)

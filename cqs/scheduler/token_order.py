@@ -111,7 +111,6 @@ def predict_order(
     parts = [(of_part, ())] * min(number, 3)  # later parts hold the same
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
     rows = DeviceRows(make_rounds(resident, [(of_batch, parts)]), shard, groups)
-    held = most_bytes(shape, [rows], 1, [is_backward], has_buffer=False)
 
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
@@ -136,8 +135,7 @@ def predict_order(
     moved = of_batch.sent * (inputs[resident] + results[resident])
     moved += number * of_part.sent * (inputs[1 - resident] + results[1 - resident])
     own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
-    queries, keys, answer = workload.shard_bytes(num_devices)
-    peak = held + answer + (queries + keys if is_backward else 0)
+    peak = most_bytes(shape, [rows], chunks, [is_backward], has_buffer=False, with_results=True)
     return Prediction(seconds, max(rounds * moved - own, 0.0), peak, head_parallel, kind)
 
 

@@ -46,6 +46,7 @@ SCRATCH = [
     (RunningMerge, "finish"),
     (ForwardPass, "add"),
     (BackwardPass, "add"),
+    (RankTask, "new_gradients"),
 ]
 """Functions of whose memory only the tensors count that they return. PyTorch converts a half
 precision tensor on the CPU before it adds it to a float32 sum."""
@@ -86,8 +87,7 @@ def measure(compute):
 
     def measured(task, function, is_forward, *arguments, **options):
         found, samples = record_cpu_memory(partial(function, task, *arguments, **options))
-        results = found[0] if is_forward else found
-        of_shard = sum(tensor.nbytes for tensor in results)
+        of_shard = sum(tensor.nbytes for tensor in found[0]) if is_forward else 0
         are_bounded.append(task.layout.is_bounded)
         held, peak, depth, of_functions = 0, 0, 0, iter(returned)
         if not (is_forward or task.layout.is_bounded):

@@ -1,7 +1,8 @@
 """One head chunk of a rank's task in one pass: receive, compute, return, merge, free."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -276,12 +277,15 @@ class ForwardPass(ChunkPass):
 class BackwardPass(ChunkPass):
     """Computes the gradients of this rank's shard."""
 
-    def __init__(self, *fields: Any, gradients: Gradients, kept: Sequence[Tensor]) -> None:
+    def __init__(
+        self, *fields: Any, gradients: Callable[[], Gradients], kept: Sequence[Tensor]
+    ) -> None:
         """Prepare a backward pass.
 
         Args:
             *fields: Those of :class:`ChunkPass`.
-            gradients: Gradients of this rank's shard, all heads; written to.
+            gradients: Returns gradients of this rank's shard, all heads; written to. Its first call
+                allocates them.
             kept: Tensors that the forward pass of the chunk kept.
         """
         super().__init__(*fields)
@@ -292,18 +296,20 @@ class BackwardPass(ChunkPass):
         self._sums: list[dict[range, tuple[Tensor, Tensor]]] = []
         """For each gradient and range of heads, its place and its sum, if parts are added."""
         if self.layout.is_bounded:
-            for gradient, heads in zip(gradients, self.chunk.heads, strict=True):
+            for gradient, heads in zip(gradients(), self.chunk.heads, strict=True):
                 places = {each: _select(gradient, each) for each in dict.fromkeys(heads)}
                 self._sums.append({each: (part, _sum_of(part)) for each, part in places.items()})
 
     def compute(self, current: Round[Route]) -> None:
         """Add the gradients of a round to those of the tokens held."""
+        (query, *_), keys = self._held
         if not current.steps:
+            for side in chain(*current.returns):
+                if not self._results[side]:  # no rows
+                    self._results[side].extend(map(torch.empty_like, ([query], keys)[side]))
             return
-        query, dtype = self._held[QUERIES][0], None
         self._held[QUERIES].extend(self._final)
-        if not self.layout.is_bounded:
-            dtype = query.dtype
+        dtype = None if self.layout.is_bounded else query.dtype
         tokens = self._held_tokens(current)
         gradients = self._worker.run_backward(current.steps, *tokens, dtype=dtype)
         for results, tensors in zip(self._results, (gradients[:1], gradients[1:]), strict=True):
@@ -313,12 +319,10 @@ class BackwardPass(ChunkPass):
 
     def send_back(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
         """Send gradients to the owners of their tokens, in the dtype of the query."""
-        rank, results, routes = self.layout.rank, list[Tensor](), list[Route]()
+        results, routes, dtype = list[Tensor](), list[Route](), self._sent[QUERIES][0].dtype
         for side in sides:
-            own = zip(self._gradients[_SIDES[side]], self.chunk.heads[_SIDES[side]], strict=True)
-            none = [_select(gradient, heads[rank])[:, :, :0] for gradient, heads in own]
-            results += [each.to(none[0].dtype) for each in self._results[side]] or none
-            routes += [current.routes[side]] * len(none)
+            results += [each.to(dtype) for each in self._results[side]]
+            routes += [current.routes[side]] * len(self._results[side])
             self._results[side].clear()
         return self._exchange.send_back(next(self._turns), results, routes)
 
@@ -326,7 +330,7 @@ class BackwardPass(ChunkPass):
         """Add gradients of this rank's shard, or write their sum if they are all there are."""
         numbers = [number for side in sides for number in range(3)[_SIDES[side]]]
         if not self.layout.is_bounded:
-            _add_up(self._gradients, received, self.layout, self.chunk)
+            _add_up(self._gradients(), received, self.layout, self.chunk)
             return
         for number, tensor in zip(numbers, received, strict=True):
             parts_of = by_heads(tensor, current.routes[sides[0]], self.chunk.heads[number])

@@ -46,7 +46,7 @@ class HeadChunk:
     """For every rank, the KV heads of these query heads. Ranks share a KV head if there are
     fewer KV heads than head groups."""
 
-    @property
+    @cached_property
     def heads(self) -> tuple[tuple[range, ...], ...]:
         """Heads of every rank for query, key and value."""
         return self.query_heads, self.kv_heads, self.kv_heads
@@ -89,7 +89,7 @@ class Layout:
     is_bounded: bool = False
     """Whether memory is limited. Then all steps are in ``away_steps`` and belong to a round."""
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The rank whose work this is."""
         return self.of_queries.rank
@@ -125,7 +125,7 @@ class Layout:
         sent = part.query_bytes(queries) + part.key_bytes(keys)
         return sent + output * self.of_results.num_moved
 
-    @property
+    @cached_property
     def is_final(self) -> bool:
         """Whether results cover all keys of their queries and need no merge."""
         return self.plan.kind.is_final and not self.is_bounded

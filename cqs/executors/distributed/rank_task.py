@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import count, repeat
 from typing import TypeVar
 
@@ -116,8 +117,7 @@ class RankTask:
             of_pass: The pass.
         """
         layout, answer = self.layout, Kept()
-        new = grad_output.new_zeros if layout.is_bounded else grad_output.new_empty
-        gradients = Gradients(*map(new, shapes))
+        gradients = cache(partial(self.new_gradients, grad_output, shapes))
         if not layout.is_final:
             kept, answer = kept[:-2], kept[-2:]
         sent: Sides = (grad_output, *answer), ()
@@ -135,7 +135,12 @@ class RankTask:
             )
 
         self._run(make, grad_output.device, of_pass, self.transport.num_streams)
-        return gradients
+        return gradients()
+
+    def new_gradients(self, like: Tensor, shapes: Sequence[torch.Size]) -> Gradients:
+        """Allocate gradients; with a limit of memory they are zeros to which parts are added."""
+        new = like.new_zeros if self.layout.is_bounded else like.new_empty
+        return Gradients(*map(new, shapes))
 
     def _run(
         self,
