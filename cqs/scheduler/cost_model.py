@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from typing import NamedTuple
 
 from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.head_groups import possible_head_parallel
-from cqs.scheduler.held_bytes import DeviceRows, Flow, most_bytes
+from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes, most_bytes
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.rounds import Round
@@ -98,9 +99,6 @@ def predict_plan(
         machine=machine,
     )
 
-    queries, keys, results = workload.shard_bytes(num_devices, head_parallel)
-    merged = queries if is_final else results  # final rows are sent without their LSE
-    with_gradients = queries + (0 if is_final else merged)
     needs = kind.needs(num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
@@ -108,26 +106,29 @@ def predict_plan(
         of_devices = ([head_parallel * number for number in each] for each in of_tasks)
         needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
 
-    def bytes_of(needed: GroupNeeds) -> tuple[tuple[float, float], ...]:
-        """Return the bytes of inputs and of results that a device sends or receives at most.
-
-        They are preceded by the inputs that it receives. All are pairs: the bytes of rows of
-        queries, and the bytes of keys.
-        """
-        there = (needed.queries - 1) * queries, (needed.keys - 1) * keys
-        back = (needed.query_results - 1) * queries, (needed.key_results - 1) * keys
-        of_queries, most = max(needed.queries, needed.query_results) - 1, max(there, back, key=sum)
-        if not is_backward:
-            return there, most, (of_queries * merged, 0.0)
-        inputs = of_queries * with_gradients, 0.0
-        return inputs, inputs, most
-
-    received, inputs, outputs = (
-        max(each, key=sum) for each in zip(*map(bytes_of, needs), strict=True)
-    )
+    part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
+    chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
+    groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
+    devices = [
+        HeldBytes(
+            chunk,
+            _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward),
+            chunks,
+            is_backward=is_backward,
+            keeps=False,
+            has_buffer=True,
+            with_results=True,
+        )
+        for each in needs
+    ]
+    # The first results are sent after the tokens of so many head chunks.
+    pairs = [(each.exchanges[0], each.exchanges[min(_MOST_TURNS, chunks)]) for each in devices]
+    there, back = zip(*pairs, strict=True)
+    received = max((each.received for each in there), key=sum)
+    inputs, outputs = (max((max(each, key=sum) for each in way), key=sum) for way in (there, back))
     send, send_back = (
-        machine.exchange(*((a * of_rows + b * of_keys) / chunks for a, b in near))
-        for of_rows, of_keys in (inputs, outputs)
+        machine.exchange(*(sum(map(mul, shares, sides)) for shares in near))
+        for sides in (inputs, outputs)
     )
     calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / head_parallel
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
@@ -140,14 +141,9 @@ def predict_plan(
         after = compute * num_tasks / num_devices ** (2 if workload.is_causal else 1) / chunks
     seconds = max(compute, (chunks - 1) * (send + send_back))
     seconds += max(send - before, 0.0) + max(send_back - after, 0.0)
-    part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
-    chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
-    groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    devices = {
-        _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward) for each in needs
-    }
-    peak = most_bytes(chunk, devices, chunks, [is_backward], has_buffer=True, with_results=True)
-    return Prediction(seconds, sum(received) + sum(outputs), peak, head_parallel, kind)
+    moved = chunks * (sum(received) + sum(outputs))
+    peak = most_bytes([devices], min(_MOST_TURNS, chunks))
+    return Prediction(seconds, moved, peak, head_parallel, kind)
 
 
 def _rows_of(

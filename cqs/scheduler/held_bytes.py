@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from cqs.scheduler.cost import AttentionShape
 from cqs.scheduler.rounds import KEYS, QUERIES, ChunkRounds, Round, run_chunks
 
-_BOUNDED_TURNS, _MOST_PACKETS, _ALIGNMENT = 2, 3, 512
-"""Sends in transit in a shared send buffer if memory is limited, the most packets of each, and the
-bytes at which they are aligned."""
+_MOST_PACKETS, _ALIGNMENT = 3, 512
+"""Most packets of a send in a send buffer, and the bytes at which they are aligned."""
 
 
 class Flow(NamedTuple):
@@ -46,61 +45,52 @@ class DeviceRows(NamedTuple):
     """Whether the LSE of final results is sent too."""
 
 
-def most_bytes(
-    shape: AttentionShape,
-    devices: Iterable[DeviceRows],
-    num_chunks: int,
-    passes: Sequence[bool],
-    *,
-    has_buffer: bool,
-    with_results: bool = False,
-) -> float:
-    """Return the most bytes that a device holds besides its shard.
+class Exchange(NamedTuple):
+    """Bytes of a device in one exchange."""
 
-    A forward pass keeps tensors if there is a backward pass. Scratch of merges is not counted.
-
-    Args:
-        shape: Heads of a head chunk of a device.
-        devices: The rows of every device.
-        num_chunks: Number of head chunks.
-        passes: For every pass, whether it is a backward pass.
-        has_buffer: Whether packed rows are in a send buffer, which is as large on all devices.
-        with_results: Whether to count output, LSE and gradients of the shard, and on GPUs the
-            float32 sums in which a kernel adds up gradients of queries.
-    """
-    most, largest_send = 0.0, 0.0
-    for is_backward in passes:
-        sends = []
-        for rows in devices:
-            memory = _Memory(has_buffer=has_buffer, has_scratch=with_results)
-            if with_results:
-                queries, keys = (
-                    n * groups * num_chunks
-                    for n, groups in zip(rows.shard, rows.head_groups, strict=True)
-                )
-                memory.hold(shape.result_bytes(1) * queries)
-                memory.gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
-            make = _Backward if is_backward else partial(_Forward, keeps=any(passes))
-            run_chunks((make(memory, shape, rows) for _ in range(num_chunks)), rows.num_turns)
-            most = max(most, memory.most)
-            sends.append(memory.sends)
-        # Packets of a send have places that are large enough for those of every device.
-        for packets in zip(*sends, strict=True):
-            largest_send = max(largest_send, sum(map(max, zip(*packets, strict=True))))
-    if not has_buffer or not largest_send:
-        return most
-    num_turns = _BOUNDED_TURNS if rows.num_turns is None else min(rows.num_turns, num_chunks)
-    return most + num_turns * (largest_send + _MOST_PACKETS * _ALIGNMENT)
+    sent: tuple[float, ...]
+    """Bytes of each packet that it sends."""
+    received: tuple[float, ...]
+    """Bytes of each packet that it receives from others."""
 
 
-class _Memory:
-    """The bytes that a device holds."""
+class HeldBytes:
+    """The bytes that a device holds in a pass, besides its shard."""
 
-    def __init__(self, *, has_buffer: bool, has_scratch: bool) -> None:
-        self.has_buffer, self.has_scratch = has_buffer, has_scratch
-        self.sends: list[tuple[float, ...]] = []
-        """Bytes of the packets of every send."""
-        self.most = self._now = self.gradients = 0.0
+    def __init__(
+        self,
+        shape: AttentionShape,
+        rows: DeviceRows,
+        num_chunks: int,
+        *,
+        is_backward: bool,
+        keeps: bool,
+        has_buffer: bool,
+        with_results: bool = False,
+    ) -> None:
+        """Count them. Scratch of merges is not counted.
+
+        Args:
+            shape: Heads of a head chunk of the device.
+            rows: Its rows.
+            num_chunks: Number of head chunks.
+            is_backward: Whether the pass is a backward pass.
+            keeps: Whether a forward pass keeps tensors for a backward pass.
+            has_buffer: Whether packed rows are in a send buffer, and not counted.
+            with_results: Whether to count output, LSE and gradients of the shard, and on GPUs the
+                float32 sums in which a kernel adds up gradients of queries.
+        """
+        self.has_buffer, self.has_scratch = has_buffer, with_results
+        self.exchanges: list[Exchange] = []
+        self.most = self._now = self._gradients = 0.0
+        if with_results:
+            sizes = zip(rows.shard, rows.head_groups, strict=True)
+            queries, keys = (number * groups * num_chunks for number, groups in sizes)
+            self.hold(shape.result_bytes(1) * queries)
+            self._gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
+        make = _Backward if is_backward else partial(_Forward, keeps=keeps)
+        number = num_chunks if rows.num_turns else 1  # otherwise one after another, all alike
+        run_chunks((make(self, shape, rows) for _ in range(number)), rows.num_turns)
 
     def hold(self, number: float) -> None:
         """Hold more bytes, or fewer."""
@@ -109,21 +99,39 @@ class _Memory:
 
     def hold_gradients(self) -> None:
         """Hold the gradients of the shard, unless they are held."""
-        self.hold(self.gradients)
-        self.gradients = 0.0
+        self.hold(self._gradients)
+        self._gradients = 0.0
 
-    def send(self, packets: Sequence[float], received: float) -> float:
-        """Hold packed rows, whose bytes are returned, and rows that are received."""
-        self.sends.append(tuple(packets))
-        packed = 0.0 if self.has_buffer else sum(packets)
-        self.hold(packed + received)
+    def exchange(self, sent: Iterable[float], received: Iterable[float], own: float) -> float:
+        """Hold packed rows, whose bytes are returned, and those received, with own rows."""
+        self.exchanges.append(Exchange(tuple(sent), tuple(received)))
+        packed = 0.0 if self.has_buffer else sum(self.exchanges[-1].sent)
+        self.hold(packed + sum(self.exchanges[-1].received) + own)
         return packed
+
+
+def most_bytes(passes: Iterable[Sequence[HeldBytes]], num_turns: int) -> float:
+    """Return the most bytes that a device holds, with its send buffer.
+
+    Args:
+        passes: For every pass the bytes of all devices.
+        num_turns: Number of sends in the buffer at a time.
+    """
+    most, largest = 0.0, 0.0
+    for devices in passes:
+        most = max(most, *(device.most for device in devices))
+        # A packet has a place that is large enough for that of any device.
+        for exchanges in zip(*(device.exchanges for device in devices), strict=True):
+            packets = zip(*(exchange.sent for exchange in exchanges), strict=True)
+            largest = max(largest, sum(map(max, packets)))
+    has_buffer = devices[0].has_buffer and largest
+    return most + (num_turns * (largest + _MOST_PACKETS * _ALIGNMENT) if has_buffer else 0.0)
 
 
 class _Chunk(ChunkRounds[Flow]):
     """Counts the bytes of a head chunk; attributes are bytes of one row, or of all."""
 
-    def __init__(self, memory: _Memory, shape: AttentionShape, rows: DeviceRows) -> None:
+    def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(rows.rounds)
         self.memory, self.rows, self.is_bounded = memory, rows, rows.num_turns is None
         self.inputs = [float(shape.query_bytes(1)), float(shape.key_bytes(1))]
@@ -133,22 +141,18 @@ class _Chunk(ChunkRounds[Flow]):
         self._tokens = [0.0, 0.0]
 
     def fetch(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, list[float]]:
-        received, packets = [], []
-        for side in sides:
-            flow, number = current.routes[side], self.inputs[side]
-            received.append(0.0 if self.is_bounded and flow.is_local else number * flow.received)
-            packets.append(number * flow.sent)
-        return self.memory.send(packets, sum(received)), received
+        flows = [(self.inputs[side], current.routes[side]) for side in sides]
+        own = [row * flow.own * (not (self.is_bounded and flow.is_local)) for row, flow in flows]
+        received = [row * (flow.received - flow.own) for row, flow in flows]
+        sent = [row * flow.sent for row, flow in flows]
+        packed = self.memory.exchange(sent, received, sum(own))
+        return packed, [*map(sum, zip(received, own, strict=True))]
 
     def hold(self, sides: tuple[int, ...], transfer: tuple[float, list[float]]) -> None:
         packed, received = transfer
         self.memory.hold(-packed)
         for side, number in zip(sides, received, strict=True):
             self._tokens[side] = number
-
-    def free(self, sides: tuple[int, ...]) -> None:
-        for side in sides:
-            self.memory.hold(-self._tokens[side])
 
     def merge(self, transfer: tuple[float, float], *_: Any) -> None:
         self.memory.hold(-sum(transfer))
@@ -157,26 +161,23 @@ class _Chunk(ChunkRounds[Flow]):
         self, results: Sequence[tuple[float, Flow]], *, are_freed: bool
     ) -> tuple[float, float]:
         """Send results, given the bytes of a row, and free those that were computed."""
-        packets, returned, freed, stays = [], 0.0, 0.0, 0.0
-        for row, flow in results:
-            packets.append(row * (flow.received - flow.own))
-            if flow.sent or flow.received != flow.own:
-                returned += row * (flow.sent + flow.own)
-                freed += row * flow.received
-            else:  # this device receives what it has computed
-                stays += row * flow.received
-        packed = self.memory.send(packets, returned)
+        sent = [row * (flow.received - flow.own) for row, flow in results]
+        received = [row * flow.sent for row, flow in results]
+        # A device that exchanges no rows receives what it has computed.
+        own = [row * flow.own for row, flow in results]
+        copied = [row * flow.own for row, flow in results if flow.sent or flow.received > flow.own]
+        packed = self.memory.exchange(sent, received, sum(copied))
         if not are_freed:
-            return packed, returned
-        self.memory.hold(-freed)
-        return packed, returned + stays
+            return packed, sum(received) + sum(copied)
+        self.memory.hold(-sum(sent) - sum(copied))
+        return packed, sum(received) + sum(own)
 
 
 class _Forward(_Chunk):
     """The bytes of :class:`cqs.executors.distributed.chunk_pass.ForwardPass`."""
 
     def __init__(
-        self, memory: _Memory, shape: AttentionShape, rows: DeviceRows, *, keeps: bool
+        self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows, *, keeps: bool
     ) -> None:
         super().__init__(memory, shape, rows)
         self._keeps, self._running, self._separate = keeps, 0.0, 0.0
@@ -200,11 +201,9 @@ class _Forward(_Chunk):
                     self.memory.hold(self._running)
                 self.memory.hold(-self.result * queries)
 
-    def free(self, sides: tuple[int, ...]) -> None:
+    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float] | None:
         if not self._keeps or self.is_bounded:
-            super().free(sides)
-
-    def send_back(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float] | None:
+            self.memory.hold(-sum(self._tokens[side] for side in sides))
         if not self.is_bounded:
             return self._returning_rows
         if QUERIES not in sides:
@@ -214,7 +213,8 @@ class _Forward(_Chunk):
             self.memory.hold(self.result * flow.received - running)
         return self.return_rows([(self.result, flow)], are_freed=True)
 
-    def write(self) -> None:
+    def finish(self) -> None:
+        super().finish()
         self.memory.hold(-self._separate)
 
     def _compute_apart(self, rows: DeviceRows) -> None:
@@ -236,7 +236,7 @@ class _Forward(_Chunk):
 class _Backward(_Chunk):
     """The bytes of :class:`cqs.executors.distributed.chunk_pass.BackwardPass`."""
 
-    def __init__(self, memory: _Memory, shape: AttentionShape, rows: DeviceRows) -> None:
+    def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)
         self._gradients, self._sums = self.inputs, [0.0, 0.0]
         self._shard_sums = self._scratch = 0.0
@@ -254,14 +254,9 @@ class _Backward(_Chunk):
             queries, keys = (flow.received for flow in rows.rounds[0].routes)
             kept = self._gradients[QUERIES] * queries + self._gradients[KEYS] * keys
             memory.hold(kept + self.result * rows.results.received * rows.is_final)
-            if (
-                memory.has_buffer
-            ):  # kernels of GPUs round sums, and have those of queries as scratch
+            if memory.has_buffer:  # kernels of GPUs round sums; those of queries are scratch
                 self._scratch = self._gradients[QUERIES] * self.wider * memory.has_scratch
                 self.wider = 1.0
-
-    def compute_own(self) -> None:
-        pass
 
     def merge(self, transfer: tuple[float, float], *rest: Any) -> None:
         self.memory.hold_gradients()
@@ -279,7 +274,8 @@ class _Backward(_Chunk):
                     self.memory.hold(-number)
                 self._sums[side] = number
 
-    def send_back(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float]:
+    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float]:
+        self.memory.hold(-sum(self._tokens[side] for side in sides))
         sums = sum(self._sums[side] for side in sides)
         if self.wider > 1:
             self.memory.hold(sums / self.wider)
@@ -289,5 +285,6 @@ class _Backward(_Chunk):
         results = [(self._gradients[side], current.routes[side]) for side in sides]
         return self.return_rows(results, are_freed=True)
 
-    def write(self) -> None:
+    def finish(self) -> None:
+        super().finish()
         self.memory.hold(-self._shard_sums)

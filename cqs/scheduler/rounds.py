@@ -29,24 +29,6 @@ class Round(NamedTuple, Generic[_Rows]):
     """The steps to compute."""
 
 
-def make_rounds(
-    resident: int, batches: Iterable[tuple[_Rows, Sequence[tuple[_Rows, tuple[Step, ...]]]]]
-) -> list[Round[_Rows]]:
-    """Return the rounds of batches: the resident side stays while the other is streamed past it.
-
-    Args:
-        resident: The resident side.
-        batches: For every batch the rows of its resident side, and rows and steps of its parts.
-    """
-    rounds, sides = [], ((resident,), (1 - resident,))
-    for route, parts in batches:
-        for i, (part, steps) in enumerate(parts):
-            routes = (route, part) if resident == QUERIES else (part, route)
-            is_last = i == len(parts) - 1
-            rounds.append(Round(routes, sides[i > 0 :], sides[::-1][: 1 + is_last], steps))
-    return rounds
-
-
 class ChunkRounds(Generic[_Rows]):
     """The rounds of a head chunk in a pass.
 
@@ -69,25 +51,21 @@ class ChunkRounds(Generic[_Rows]):
         """Run all rounds; the results of the last may still be in transit."""
         for current, following in zip_longest(self.rounds, self.rounds[1:]):
             for sides in current.receives:
-                coming, self._coming = self._coming or self.fetch(current, sides), None
-                self.hold(sides, coming)
-                del coming
+                self.hold(sides, self._coming or self.fetch(current, sides))
+                self._coming = None
             if following is not None and len(following.receives) == 1:
                 self._coming = self.fetch(following, following.receives[0])
             self.compute(current)
             for sides in current.returns:
-                self.free(sides)
                 self._merge_returned()
-                if (transfer := self.send_back(current, sides)) is not None:
+                if (transfer := self.free(current, sides)) is not None:
                     self._returning = transfer, sides, current
-                    del transfer
             if len(current.returns) > 1:  # the end of a batch
                 self._merge_returned()
 
     def finish(self) -> None:
-        """Write the results of the shard, and free all others."""
+        """Merge what was returned last, and write the results of the shard."""
         self._merge_returned()
-        self.write()
 
     def _merge_returned(self) -> None:
         if self._returning is not None:
@@ -96,7 +74,6 @@ class ChunkRounds(Generic[_Rows]):
 
     def compute_own(self) -> None:
         """Compute what requires no tokens of other devices, if it is separate."""
-        raise NotImplementedError
 
     def fetch(self, current: Round[_Rows], sides: tuple[int, ...]) -> Any:
         """Begin to receive the tokens of some sides; return a transfer."""
@@ -110,20 +87,12 @@ class ChunkRounds(Generic[_Rows]):
         """Compute a round with the tokens held."""
         raise NotImplementedError
 
-    def free(self, sides: tuple[int, ...]) -> None:
-        """Free the tokens of some sides."""
-        raise NotImplementedError
-
-    def send_back(self, current: Round[_Rows], sides: tuple[int, ...]) -> Any:
-        """Begin to return the results for the tokens of some sides; return a transfer if any."""
+    def free(self, current: Round[_Rows], sides: tuple[int, ...]) -> Any:
+        """Free the tokens of some sides, begin to return their results, and return a transfer."""
         raise NotImplementedError
 
     def merge(self, transfer: Any, sides: tuple[int, ...], current: Round[_Rows]) -> None:
         """Wait for results for the shard, and add them to others."""
-        raise NotImplementedError
-
-    def write(self) -> None:
-        """Write the results of the shard, once all are merged."""
         raise NotImplementedError
 
 

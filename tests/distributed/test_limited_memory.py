@@ -25,12 +25,12 @@ from benchmarks.cases import Case
 from cqs.executors.distributed import bounded, prepared
 from cqs.executors.distributed.chunk_pass import BackwardPass, ForwardPass
 from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.token_order import predict_orders
 from cqs.partial import RunningMerge
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.held_bytes import most_bytes
 from cqs.scheduler.machines import SENT, Machine
-from cqs.scheduler.token_order import predict_orders
 from cqs.scheduler.workload import Workload
 from cqs.worker import Worker
 from cqs.worker.memory import record_cpu_memory
@@ -273,7 +273,7 @@ def test_many_ranks_take_an_order_that_fits():
     options |= {"with_gradients": True, "machine": Machine(devices_per_node=8, between=50e9)}
 
     def lay_out(max_bytes):
-        limit = bounded.Limit(max_bytes, True, shape, False)
+        limit = bounded.Limit(max_bytes, True, shape, False, True)
         return bounded.lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
 
     with pytest.raises(ValueError, match="max_bytes must be at least") as error:

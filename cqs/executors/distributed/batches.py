@@ -7,13 +7,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.route import Route
+from cqs.executors.distributed.token_order import TokenOrder, make_rounds
 from cqs.patterns import BoundPattern
 from cqs.ranges import overlap
 from cqs.scheduler import Plan, Step
-from cqs.scheduler.held_bytes import DeviceRows, Flow
-from cqs.scheduler.rounds import KEYS, QUERIES, Round, make_rounds
+from cqs.scheduler.rounds import KEYS, QUERIES, Round
 from cqs.scheduler.task import join_ranges
-from cqs.scheduler.token_order import TokenOrder
 
 
 class Cell(NamedTuple):
@@ -35,8 +34,8 @@ class CutPlan:
     head_parallel: int
 
     @cached_property
-    def _counted(self) -> dict[Any, list[list[Round[Flow]]]]:
-        """Rounds of all ranks with their numbers of rows, by order without head chunks."""
+    def _rounds(self) -> dict[Any, tuple[Round[Route], ...]]:
+        """Rounds by rank and by order without head chunks, which are alike."""
         return {}
 
     @cached_property
@@ -61,7 +60,7 @@ class CutPlan:
         )
         return queries, keys
 
-    def wanted(self, order: TokenOrder) -> list[tuple[list[list[Cell]], list[list[list[Cell]]]]]:
+    def _wanted(self, order: TokenOrder) -> list[tuple[list[list[Cell]], list[list[list[Cell]]]]]:
         """Return the cells of every rank in each batch, and in each of its parts.
 
         A task begins with the groups of its own index on both sides, so that at any time the tasks
@@ -85,49 +84,20 @@ class CutPlan:
             found.append((of_ranks, _by_index(parts)))
         return found
 
-    def rounds(self, order: TokenOrder, rank: int) -> list[Round[Route]]:
+    def rounds(self, order: TokenOrder, rank: int) -> tuple[Round[Route], ...]:
         """Return the rounds of a rank."""
-        resident, streamed = order.resident, 1 - order.resident
-        return make_rounds(
-            resident,
-            (
+        key = rank, *order[1:]
+        if key not in self._rounds:
+            resident, streamed = order.resident, 1 - order.resident
+            batches = [
                 (
                     self._route(cells, resident, rank),
                     [(self._route(part, streamed, rank), _join(part[rank])) for part in parts],
                 )
-                for cells, parts in self.wanted(order)
-            ),
-        )
-
-    def rows(self, order: TokenOrder, head_groups: tuple[int, int]) -> list[DeviceRows]:
-        """Return the numbers of rows of every rank.
-
-        Args:
-            order: The order.
-            head_groups: Number of head groups of queries, and of keys.
-        """
-        key = order[1:]  # head chunks are alike
-        if key not in self._counted:
-            resident, streamed = order.resident, 1 - order.resident
-            flows = [
-                (
-                    flows_of(self._route(cells, resident, 0)),
-                    [flows_of(self._route(part, streamed, 0)) for part in parts],
-                )
-                for cells, parts in self.wanted(order)
+                for cells, parts in self._wanted(order)
             ]
-            self._counted[key] = [
-                make_rounds(
-                    resident,
-                    [(held[rank], [(part[rank], ()) for part in parts]) for held, parts in flows],
-                )
-                for rank in range(len(self.shards[0]))
-            ]
-        shards = zip(*self.shards, strict=True)
-        return [
-            DeviceRows(rounds, (len(queries), len(keys)), head_groups)
-            for rounds, (queries, keys) in zip(self._counted[key], shards, strict=True)
-        ]
+            self._rounds[key] = tuple(make_rounds(resident, batches))
+        return self._rounds[key]
 
     def _ordered(self, rank: int, side: int, cells: list[Cell]) -> list[Cell]:
         own, number = rank // self.head_parallel, self.plan.num_tasks
@@ -135,19 +105,6 @@ class CutPlan:
 
     def _route(self, of_ranks: Sequence[list[Cell]], side: int, rank: int) -> Route:
         return Route(self.shards[side], [_tokens(cells, side) for cells in of_ranks], rank)
-
-
-def flows_of(route: Route) -> list[Flow]:
-    """Return the numbers of rows of every rank in an exchange, given the route of any of them."""
-    own, sent, received = (
-        numbers.tolist()
-        for numbers in (
-            route.numbers.diagonal(),
-            route.numbers.sum(axis=1) - route.numbers.diagonal(),
-            route.numbers.sum(axis=0),
-        )
-    )
-    return [Flow(*each, is_local=route.is_local) for each in zip(received, sent, own, strict=True)]
 
 
 def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:

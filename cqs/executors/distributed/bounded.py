@@ -4,17 +4,19 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.batches import CutPlan, flows_of
-from cqs.executors.distributed.layout import Layout, Lengths, lay_out
+from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.layout import Layout, Lengths, lay_out, make_chunks
+from cqs.executors.distributed.token_order import TokenOrder, predict_orders
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
-from cqs.scheduler.held_bytes import DeviceRows, most_bytes
+from cqs.scheduler.held_bytes import DeviceRows, HeldBytes, most_bytes
 from cqs.scheduler.rounds import QUERIES, Round
-from cqs.scheduler.token_order import TokenOrder, predict_orders
 from cqs.scheduler.workload import PASSES, Workload
 
 _TURNS = 2, 4
 """Number of head chunks in transit without a send buffer, and with one."""
+_BOUNDED_TURNS = 2
+"""Number of exchanges in transit if memory is limited."""
 _FEW_RANKS = 16
 """Number of ranks up to which the bytes of every order are counted."""
 _MOST_DEVIATION, _MOST_TRIED = 1.5, 8
@@ -34,7 +36,7 @@ class Limit(NamedTuple):
     """Batch, heads, head dimensions and itemsize of the shards."""
     has_buffer: bool
     """Whether packed rows are in a send buffer of a fixed size."""
-    with_lse: bool = False
+    with_lse: bool
     """Whether LSEs of final results are sent too."""
 
 
@@ -62,27 +64,21 @@ def lay_out_within(
     usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
     if limit.max_bytes is None:
         return usual
-    most = limit.max_bytes
-    if not limit.is_given:
-        most -= _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
-    needed = _count_whole(limit, usual, **options)
-    if needed <= most:
+    needed = _count(limit, usual, with_gradients=options["with_gradients"])
+    if needed <= limit.max_bytes:
         return usual
-    chosen = _choose(limit, most, needed, seqlens_q, seqlens_kv, shape, **options)
+    chosen = _choose(limit, needed, seqlens_q, seqlens_kv, shape, **options)
     if chosen is None:
         return usual
     degree, kind, order = chosen
-    options |= {"plan": kind, "head_parallel": degree, "num_chunks": order.num_chunks}
-    layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **{**options, "with_gradients": True})
-    rounds = _cut(layout, degree).rounds(order, rank)
-    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": layout.steps}
-    return replace(layout, rounds=tuple(rounds), is_bounded=True, **separate)
+    options |= {"plan": kind, "head_parallel": degree, "with_gradients": True}
+    layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
+    return _bound(layout, _cut(layout), order, shape)
 
 
 @lru_cache(maxsize=64)
 def _choose(
     limit: Limit,
-    most_allowed: int,
     whole_bytes: float,
     seqlens_q: Lengths,
     seqlens_kv: Lengths,
@@ -98,9 +94,10 @@ def _choose(
     bound = None if pattern is None else pattern.bind(*lengths)
 
     @cache
-    def cut(degree: int, kind: Kind) -> CutPlan:
+    def cut(degree: int, kind: Kind) -> tuple[Layout, CutPlan]:
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
-        return _cut(lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen), degree)
+        layout = lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen)
+        return layout, _cut(layout)
 
     least: tuple[float, tuple[int, Kind, TokenOrder] | None] = whole_bytes, None
     num_pairs = None if bound is None else bound.num_pairs
@@ -113,7 +110,7 @@ def _choose(
 
     def num_units(degree: int, kind: Kind) -> tuple[int, int]:
         if is_small or isinstance(kind, Documents):
-            return cut(degree, kind).num_units
+            return cut(degree, kind)[1].num_units
         return kind.num_groups
 
     predicted = predict_orders(
@@ -126,27 +123,20 @@ def _choose(
         most_chunks=options["num_chunks"],
         num_units=num_units,
     )
+    assert limit.max_bytes is not None
     if not is_small and bound is None:
-        results = _result_bytes(limit.shape, seqlens_q, seqlens_kv, **options)
-        highest = results + _MOST_DEVIATION * most_allowed
+        *tensors, answer = workload.shard_bytes(len(seqlens_q))
+        highest = answer + with_gradients * sum(tensors) + _MOST_DEVIATION * limit.max_bytes
         smallest = sorted(predicted, key=lambda each: each.prediction.peak_bytes)[:_MOST_TRIED]
         predicted = [each for each in predicted if each.prediction.peak_bytes <= highest]
         predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        part = workload.part(degree)
-        heads, kv_heads = (n // order.num_chunks for n in (part.num_heads, part.kv_heads))
-        groups = degree, min(degree, limit.shape.kv_heads)
-        held = most_bytes(
-            replace(part, num_heads=heads, num_kv_heads=kv_heads),
-            cut(degree, kind).rows(order, groups),
-            1,
-            PASSES[passes],
-            has_buffer=limit.has_buffer,
-        )
+        layout = _bound(*cut(degree, kind), order, shape)
+        held = _count(limit, layout, with_gradients=with_gradients)
         if held < least[0]:
             least = held, (degree, kind, order)
-        if held <= most_allowed:
+        if held <= limit.max_bytes:
             return degree, kind, order
     if not limit.is_given:
         return least[1]
@@ -156,58 +146,58 @@ def _choose(
     )
 
 
-def _result_bytes(
-    shape: AttentionShape,
-    seqlens_q: Lengths,
-    seqlens_kv: Lengths,
-    *,
-    with_gradients: bool,
-    **options: Any,
-) -> int:
-    """Return the most bytes of a rank's output and LSE, and of its gradients if required."""
-    queries, keys = max(seqlens_q), max(seqlens_kv)
-    gradients = shape.query_bytes(queries) + shape.key_bytes(keys)
-    return shape.result_bytes(queries) + with_gradients * gradients
-
-
-def _cut(layout: Layout, head_parallel: int) -> CutPlan:
+def _cut(layout: Layout) -> CutPlan:
     shards = layout.of_queries.shards, layout.of_keys.shards
-    return CutPlan(layout.plan, shards, head_parallel)
+    return CutPlan(layout.plan, shards, len(shards[QUERIES]) // layout.plan.num_tasks)
 
 
-def _count_whole(limit: Limit, layout: Layout, *, with_gradients: bool, **options: Any) -> float:
-    """Return the most bytes that any rank holds if it receives head chunks as a whole.
+def _bound(layout: Layout, cut_plan: CutPlan, order: TokenOrder, shape: AttentionShape) -> Layout:
+    """Return the layout of a rank that receives tokens in an order."""
+    num_ranks = len(layout.of_queries.shards)
+    chunks = make_chunks(order.num_chunks, num_ranks, cut_plan.head_parallel, shape)
+    rounds, steps = cut_plan.rounds(order, layout.rank), layout.steps
+    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
+    return replace(layout, rounds=rounds, chunks=chunks, is_bounded=True, **separate)
 
-    Args:
-        limit: The limit.
-        layout: The layout of any rank.
-        with_gradients: Whether a backward pass will follow.
-        options: Other arguments of :func:`lay_out`.
+
+def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
+    """Return the most bytes that any rank holds, given the layout of one.
+
+    If the limit is free memory, results and gradients are included.
     """
-    shards, num_chunks = (layout.of_queries.shards, layout.of_keys.shards), len(layout.chunks)
+    shards, chunk = (layout.of_queries.shards, layout.of_keys.shards), layout.chunks[0]
+    heads, kv_heads = len(chunk.query_heads[0]), len(chunk.kv_heads[0])
     head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
-    part = Workload(0, limit.shape).part(head_parallel)
-    heads, kv_heads = part.num_heads // num_chunks, part.kv_heads // num_chunks
-    routes = layout.of_queries, layout.of_keys, layout.of_results
     devices = [
         DeviceRows(
-            [Round((queries, keys))],
+            [
+                Round((queries.flows[rank], keys.flows[rank]), receives, returns)
+                for (queries, keys), receives, returns, _ in layout.rounds
+            ],
             (len(of_queries), len(of_keys)),
             (head_parallel, min(head_parallel, limit.shape.kv_heads)),
-            _TURNS[limit.has_buffer],
-            results,
-            separate,
+            None if layout.is_bounded else _TURNS[limit.has_buffer],
+            layout.of_results.flows[rank],
+            layout.separate[rank],
             is_final=layout.is_final,
             with_lse=limit.with_lse,
         )
-        for queries, keys, results, of_queries, of_keys, separate in zip(
-            *map(flows_of, routes), *shards, layout.separate, strict=True
-        )
+        for rank, (of_queries, of_keys) in enumerate(zip(*shards, strict=True))
     ]
-    return most_bytes(
-        replace(part, num_heads=heads, num_kv_heads=kv_heads),
-        devices,
-        num_chunks,
-        PASSES["both" if with_gradients else "forward"],
-        has_buffer=limit.has_buffer,
-    )
+    chunk_shape = replace(limit.shape, num_heads=heads, num_kv_heads=kv_heads)
+    num_chunks, passes = len(layout.chunks), PASSES["both" if with_gradients else "forward"]
+    counts = [
+        [
+            HeldBytes(
+                *(chunk_shape, rows, num_chunks),
+                is_backward=is_backward,
+                keeps=with_gradients,
+                has_buffer=limit.has_buffer,
+                with_results=not limit.is_given,
+            )
+            for rows in devices
+        ]
+        for is_backward in passes
+    ]
+    num_turns = _BOUNDED_TURNS if layout.is_bounded else min(_TURNS[limit.has_buffer], num_chunks)
+    return most_bytes(counts, num_turns)

@@ -81,11 +81,6 @@ class ChunkPass(ChunkRounds[Route]):
             self._held[side].extend(tensors[:number])
             tensors = tensors[number:]
 
-    def free(self, sides: tuple[int, ...]) -> None:
-        """Free the tokens of some sides."""
-        for side in sides:
-            self._held[side].clear()
-
     def merge(self, transfer: Transfer, sides: tuple[int, ...], current: Round[Route]) -> None:
         """Wait for results for this rank's shard, and add them to others."""
         self.add(transfer.wait(), sides, current)
@@ -158,8 +153,10 @@ class ForwardPass(ChunkPass):
                 self._merge = RunningMerge(Partial(*map(torch.empty_like, results)))
             self._merge.add_own(results)
 
-    def send_back(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer | None:
-        """Send partial outputs to the owners of their queries."""
+    def free(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer | None:
+        """Free tokens, and send partial outputs to the owners of their queries."""
+        for side in sides:
+            self._held[side].clear()
         if not self.layout.is_bounded:
             return self._away
         if QUERIES not in sides:
@@ -193,8 +190,9 @@ class ForwardPass(ChunkPass):
             else:
                 merge_rows(place, parts + self._own * (group == heads[rank]))
 
-    def write(self) -> None:
+    def finish(self) -> None:
         """Write the answer, and free all other results."""
+        super().finish()
         self._own.clear()
         while self._merges:
             self._merges.popitem()[1].finish()
@@ -317,10 +315,11 @@ class BackwardPass(ChunkPass):
                 total += tensor
             results += tensors[len(results) :]
 
-    def send_back(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
-        """Send gradients to the owners of their tokens, in the dtype of the query."""
+    def free(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
+        """Free tokens, and send their gradients to the owners in the dtype of the query."""
         results, routes, dtype = list[Tensor](), list[Route](), self._sent[QUERIES][0].dtype
         for side in sides:
+            self._held[side].clear()
             results += [each.to(dtype) for each in self._results[side]]
             routes += [current.routes[side]] * len(self._results[side])
             self._results[side].clear()
@@ -339,11 +338,9 @@ class BackwardPass(ChunkPass):
                 for part, rows in parts:
                     total[:, :, rows] += part
 
-    def compute_own(self) -> None:
-        """Compute nothing: gradients require the gradient of the output of other ranks."""
-
-    def write(self) -> None:
+    def finish(self) -> None:
         """Write the gradients, and free their sums."""
+        super().finish()
         while self._sums:
             for place, total in self._sums.pop().values():
                 if total is not place:

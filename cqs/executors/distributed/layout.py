@@ -208,7 +208,7 @@ def lay_out(
         rule=chunk_rule,
         machine=machine,
     )
-    chunks = _make_chunks(number, num_ranks, head_parallel, shape)
+    chunks = make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]
     whole = Round((of_queries, of_keys), steps=sum(split, ()))
     return Layout(
@@ -322,7 +322,7 @@ def _choose(
     return chosen if found is None or chosen.seconds < found.seconds else found
 
 
-def _make_chunks(
+def make_chunks(
     number: int, num_ranks: int, head_parallel: int, shape: AttentionShape
 ) -> tuple[HeadChunk, ...]:
     """Divide the head group of every rank into ``number`` equal head chunks."""

@@ -314,7 +314,8 @@ class _Placement:
         """Return the layout of a rank."""
         seqlens_q, seqlens_kv, *_ = self.shards
         is_given = values["max_bytes"] is not None
-        limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer)
+        with_lse = values["return_lse"] or values["verify"]
+        limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer, with_lse)
         return lay_out_within(
             limit,
             seqlens_q,

@@ -10,6 +10,7 @@ import numpy as np
 
 from cqs.patterns.bound_documents import Integers
 from cqs.ranges import moved, overlap
+from cqs.scheduler.held_bytes import Flow
 from cqs.scheduler.placement import Ranges, count_rows
 
 
@@ -64,6 +65,14 @@ class Route:
         ]
         marks = np.array([0, *(shard.stop for shard in self.shards)])
         return count_rows(marks, Ranges(*np.array(ranges, np.int64).reshape(-1, 3).T))
+
+    @cached_property
+    def flows(self) -> tuple[Flow, ...]:
+        """Numbers of rows of every rank."""
+        own = self.numbers.diagonal()
+        columns = self.numbers.sum(axis=0), self.numbers.sum(axis=1) - own, own
+        numbers = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(Flow(there, back, kept, self.is_local) for there, back, kept in numbers)
 
     @property
     def num_moved(self) -> int:

@@ -7,19 +7,21 @@ nothing is received twice, and the memory is that of the resident side. With a b
 the traffic and the memory are those of a ring.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from cqs.scheduler import AttentionShape
+from cqs.scheduler import AttentionShape, Step
 from cqs.scheduler.cost_model import Prediction, near_shares
 from cqs.scheduler.head_groups import possible_head_parallel
-from cqs.scheduler.held_bytes import DeviceRows, Flow, most_bytes
+from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes
 from cqs.scheduler.kinds import Kind, list_kinds
 from cqs.scheduler.machines import Machine
-from cqs.scheduler.rounds import KEYS, QUERIES, make_rounds
+from cqs.scheduler.rounds import KEYS, QUERIES, Round
 from cqs.scheduler.workload import PASSES, Workload
+
+Rows = TypeVar("Rows")
 
 
 class TokenOrder(NamedTuple):
@@ -33,6 +35,24 @@ class TokenOrder(NamedTuple):
     """Maximum number of batches of the resident side in each head chunk."""
     is_streamed: bool
     """Whether the groups of the other side are received one by one, or else all at once."""
+
+
+def make_rounds(
+    resident: int, batches: Iterable[tuple[Rows, Sequence[tuple[Rows, tuple[Step, ...]]]]]
+) -> list[Round[Rows]]:
+    """Return the rounds of batches: the resident side stays while the other is streamed past it.
+
+    Args:
+        resident: The resident side.
+        batches: For every batch the rows of its resident side, and rows and steps of its parts.
+    """
+    rounds, sides = [], ((resident,), (1 - resident,))
+    for route, parts in batches:
+        for i, (part, steps) in enumerate(parts):
+            routes = (route, part) if resident == QUERIES else (part, route)
+            is_last = i == len(parts) - 1
+            rounds.append(Round(routes, sides[i > 0 :], sides[::-1][: 1 + is_last], steps))
+    return rounds
 
 
 def list_orders(
@@ -135,8 +155,14 @@ def predict_order(
     moved = of_batch.sent * (inputs[resident] + results[resident])
     moved += number * of_part.sent * (inputs[1 - resident] + results[1 - resident])
     own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
-    peak = most_bytes(shape, [rows], chunks, [is_backward], has_buffer=False, with_results=True)
-    return Prediction(seconds, max(rounds * moved - own, 0.0), peak, head_parallel, kind)
+    held = HeldBytes(
+        *(shape, rows, chunks),
+        is_backward=is_backward,
+        keeps=False,
+        has_buffer=False,
+        with_results=True,
+    )
+    return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
 
 
 class OrderPrediction(NamedTuple):
