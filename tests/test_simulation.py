@@ -137,27 +137,20 @@ def test_half_of_the_pairs_are_live_in_causal_attention():
 
 
 @pytest.mark.parametrize("passes", ["forward", "both"])
-@pytest.mark.parametrize("method", ["cqs", "cqs quorums"])
-def test_memory_is_what_gpus_allocated(method, passes):
-    rows = read_rows(RESULTS / "peers-h200-x2.jsonl", lambda row: [row])
-    rows = [
-        row for row in rows if row["benchmark"] == f"peers {passes}" and row["executor"] == method
-    ]
-    assert len(rows) >= 10
+@pytest.mark.parametrize(("method", "head_parallel"), [("cqs", "auto"), ("cqs quorums", 1)])
+def test_memory_is_what_gpus_allocated(method, head_parallel, passes):
+    rows = read_rows(RESULTS / "memory-h200-x2.jsonl", lambda row: [row])
+    rows = [row for row in rows if row["benchmark"] == f"peers {passes}"]
+    rows = [row for row in rows if row["executor"] == method]
+    assert len(rows) == 10
     for row in rows:
-        details = row["details"]
+        details, arguments = row["details"], (2, MACHINES["H200"])
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
-        head_parallel = 1
-        if method == "cqs":
-            chosen = predict("cqs", case, 2, MACHINES["H200"], passes, slack=0.02)
-            head_parallel = chosen.head_parallel
-        # Some of the shortest calls were made in two head chunks, where one would do now.
+        chosen = predict("cqs", case, *arguments, passes, 0.02, head_parallel=head_parallel)
         is_backward = passes == "both"
-        chunks = max(case.num_chunks(2, head_parallel, is_backward=is_backward), 2)
-        options = {"is_backward": is_backward, "num_chunks": chunks}
-        peak = predict_plan(case, 2, Machine(), head_parallel, **options).peak_bytes
-        assert peak == pytest.approx(details["peak_bytes"], rel=0.01)
+        peak = predict_plan(case, *arguments, chosen.head_parallel, is_backward=is_backward)
+        assert peak.peak_bytes == pytest.approx(details["peak_bytes"], rel=0.005)
 
 
 @pytest.mark.parametrize("head_parallel", [1, 4])
