@@ -13,7 +13,7 @@ from functools import partial
 from operator import mul
 from typing import NamedTuple
 
-from cqs.scheduler.group_needs import GroupNeeds
+from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes, most_bytes
 from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
@@ -99,7 +99,7 @@ def predict_plan(
         machine=machine,
     )
 
-    needs = kind.needs(num_tasks, is_causal=workload.is_causal)
+    needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
         of_tasks = [(*there, math.ceil(back), of_keys) for *there, back, of_keys, _, _ in needs]
@@ -109,22 +109,14 @@ def predict_plan(
     part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
     chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    devices = [
-        HeldBytes(
-            chunk,
-            _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward),
-            chunks,
-            is_backward=is_backward,
-            keeps=False,
-            has_buffer=True,
-            with_results=True,
-        )
-        for each in needs
+    rows = [
+        _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward) for each in needs
     ]
+    devices = [HeldBytes(chunk, each, chunks, is_backward=is_backward) for each in rows]
     # The first results are sent after the tokens of so many head chunks.
     pairs = [(each.exchanges[0], each.exchanges[min(_MOST_TURNS, chunks)]) for each in devices]
     there, back = zip(*pairs, strict=True)
-    received = max((each.received for each in there), key=sum)
+    received = max((each for _, each in there), key=sum)
     inputs, outputs = (max((max(each, key=sum) for each in way), key=sum) for way in (there, back))
     send, send_back = (
         machine.exchange(*(sum(map(mul, shares, sides)) for shares in near))

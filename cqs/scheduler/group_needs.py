@@ -1,13 +1,16 @@
-"""Count the token groups that a task receives, for the cost model of communication."""
+"""Count the token groups that tasks receive, for the cost model of communication."""
 
-from bisect import bisect_left
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from cqs.scheduler.quorum import pair_offsets
+from cqs.ranges import overlap
+from cqs.scheduler.kinds import Kind
+from cqs.scheduler.plan import make_plan
+from cqs.scheduler.task import Task, join_ranges
 
-_FEW_TASKS = 256
-"""Number of tasks up to which the needs of every task are counted."""
+_FEW_TASKS, _SIZE = 32, 60
+"""Number of tasks up to which their needs are counted, and the tokens of a group in their plan."""
 
 
 class GroupNeeds(NamedTuple):
@@ -31,64 +34,46 @@ class GroupNeeds(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def group_needs(
-    interest_set: tuple[int, ...], num_tasks: int, is_causal: bool
-) -> tuple[GroupNeeds, ...]:
-    """Return the group counts of all tasks that may differ.
+def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
+    """Return the group counts of all tasks that differ, counted in a plan.
 
-    Non-causal tasks are all alike, so one entry is returned. Causal tasks differ in the order of
-    their groups, and one entry is returned for each of them or, if there are many, for each order
-    sampled. If two tasks share a pair of groups, each reads half of the queries. Takes
-    O(num_tasks log num_tasks): 6 s for 2^18 tasks.
-
-    Args:
-        interest_set: Difference cover of the integers modulo ``num_tasks``; contains 0.
-        num_tasks: Number of tasks and of token groups.
-        is_causal: Whether attention is causal.
+    Of many tasks, some read all groups that tasks read without a mask, so one entry is returned.
     """
-    partners, shared = pair_offsets(interest_set, num_tasks)
-    if not is_causal:
-        pairs = [(a, b) for a, others in partners.items() for b in others]
-        pairs += [] if shared is None else [shared]
-        num_queries, num_keys = (len({*groups}) for groups in zip(*pairs, strict=True))
-        home = float(any(a == 0 != b for a, b in pairs))
-        seen_by_others = {b for a, b in pairs if a}
-        own_keys = float(0 in seen_by_others and len(seen_by_others) > 1)
-        return (GroupNeeds(num_queries, num_keys, num_queries, num_keys, home, own_keys),)
+    is_merged = float(not kind.is_final)
+    if num_tasks > _FEW_TASKS:
+        return (GroupNeeds(*kind.num_groups, *kind.num_groups, is_merged, is_merged),)
+    length = _SIZE * num_tasks
+    plan = make_plan(length, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
+    read = [_rows_by_group(task, num_tasks) for task in plan.tasks]
+    needs = set()
+    for index, task in enumerate(plan.tasks):
+        others = [i for i in range(num_tasks) if i != index]
+        there = [1 + sum(read[index][side][i] for i in others) / _SIZE for side in (0, 1)]
+        back = [1 + sum(read[i][side][index] for i in others) / _SIZE for side in (0, 1)]
+        mixed = _mixed(task, range(index * _SIZE, (index + 1) * _SIZE))
+        needs.add(GroupNeeds(*there, *back, *(is_merged * each for each in mixed)))
+    return tuple(needs)
 
-    def needs(index: int, offset: int, *, without_own: bool = False) -> tuple[float, float]:
-        """Return the fractions of a group's queries and keys that the task pairs across groups.
 
-        With ``without_own``, pairs with the task's own group are not counted.
-        """
-        group = (index + offset) % num_tasks
-        others = partners.get(offset, ())
-        if without_own and others and others[0] == 0:
-            others = others[1:]
-        lowest = highest = group
-        if others:  # ascending; offsets from ``wrapped`` on wrap around to group 0
-            wrapped = bisect_left(others, num_tasks - index)
-            lowest = (index + others[wrapped % len(others)]) % num_tasks
-            highest = (index + others[wrapped - 1]) % num_tasks
-        part, is_key = float(lowest < group), highest > group
-        if shared is not None and offset in shared:
-            other = sum(shared) - offset
-            across = (index + other) % num_tasks
-            part = max(part, 0.5 if across < group else 0.0)
-            is_key |= across > group and not (without_own and other == 0)
-        return part, float(is_key)
+def _rows_by_group(task: Task, num_groups: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of queries, and of keys, that a task reads of every group."""
+    counts = [0] * num_groups, [0] * num_groups
+    queries = join_ranges(step.queries for step in task.steps)
+    for of_groups, ranges in zip(counts, (queries, task.held_keys), strict=True):
+        for tokens in ranges:
+            for group in range(tokens.start // _SIZE, -(-tokens.stop // _SIZE)):
+                of_groups[group] += len(overlap(tokens, range(group * _SIZE, (group + 1) * _SIZE)))
+    return counts
 
-    distances = [offset for offset in interest_set if offset]
-    found = []
-    indices = {(-offset - i) % num_tasks for offset in interest_set for i in (0, 1)}
-    for index in range(num_tasks) if num_tasks <= _FEW_TASKS else indices:
-        of_others = [needs(index, each) for each in distances]
-        by_others = [needs((index - each) % num_tasks, each) for each in distances]
-        queries, keys, query_results, key_results = (
-            1 + sum(part[i] for part in parts) for parts in (of_others, by_others) for i in (0, 1)
-        )
-        home = needs(index, 0)[0]
-        num_seen = sum(needs(index, each, without_own=True)[1] for each in distances)
-        own_keys = float(needs(index, 0)[1] and num_seen > 0)
-        found.append(GroupNeeds(queries, keys, query_results, key_results, home, own_keys))
-    return tuple(found)
+
+def _mixed(task: Task, own: range) -> tuple[float, float]:
+    """Return :attr:`GroupNeeds.home` and :attr:`GroupNeeds.own_keys` of a task."""
+    blocks = [block for step in task.steps for block in step.blocks()]
+
+    def inside(ranges: Iterable[range]) -> int:
+        return sum(len(overlap(tokens, own)) for tokens in ranges)
+
+    home = [block.queries for block in blocks if len(overlap(block.keys, own)) < len(block.keys)]
+    away = [block.keys for block in blocks if not overlap(block.queries, own)]
+    is_mixed = 0 < inside(away) < sum(map(len, away))
+    return inside(join_ranges(home)) / _SIZE, float(is_mixed)

@@ -45,15 +45,6 @@ class DeviceRows(NamedTuple):
     """Whether the LSE of final results is sent too."""
 
 
-class Exchange(NamedTuple):
-    """Bytes of a device in one exchange."""
-
-    sent: tuple[float, ...]
-    """Bytes of each packet that it sends."""
-    received: tuple[float, ...]
-    """Bytes of each packet that it receives from others."""
-
-
 class HeldBytes:
     """The bytes that a device holds in a pass, besides its shard."""
 
@@ -64,9 +55,9 @@ class HeldBytes:
         num_chunks: int,
         *,
         is_backward: bool,
-        keeps: bool,
-        has_buffer: bool,
-        with_results: bool = False,
+        keeps: bool = False,
+        has_buffer: bool = True,
+        with_results: bool = True,
     ) -> None:
         """Count them. Scratch of merges is not counted.
 
@@ -81,7 +72,8 @@ class HeldBytes:
                 float32 sums in which a kernel adds up gradients of queries.
         """
         self.has_buffer, self.has_scratch = has_buffer, with_results
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[tuple[list[float], list[float]]] = []
+        """For every exchange the bytes of each packet that is sent, and received from others."""
         self.most = self._now = self._gradients = 0.0
         if with_results:
             sizes = zip(rows.shard, rows.head_groups, strict=True)
@@ -102,11 +94,11 @@ class HeldBytes:
         self.hold(self._gradients)
         self._gradients = 0.0
 
-    def exchange(self, sent: Iterable[float], received: Iterable[float], own: float) -> float:
+    def exchange(self, sent: list[float], received: list[float], own: float) -> float:
         """Hold packed rows, whose bytes are returned, and those received, with own rows."""
-        self.exchanges.append(Exchange(tuple(sent), tuple(received)))
-        packed = 0.0 if self.has_buffer else sum(self.exchanges[-1].sent)
-        self.hold(packed + sum(self.exchanges[-1].received) + own)
+        self.exchanges.append((sent, received))
+        packed = 0.0 if self.has_buffer else sum(sent)
+        self.hold(packed + sum(received) + own)
         return packed
 
 
@@ -122,7 +114,7 @@ def most_bytes(passes: Iterable[Sequence[HeldBytes]], num_turns: int) -> float:
         most = max(most, *(device.most for device in devices))
         # A packet has a place that is large enough for that of any device.
         for exchanges in zip(*(device.exchanges for device in devices), strict=True):
-            packets = zip(*(exchange.sent for exchange in exchanges), strict=True)
+            packets = zip(*(sent for sent, _ in exchanges), strict=True)
             largest = max(largest, sum(map(max, packets)))
     has_buffer = devices[0].has_buffer and largest
     return most + (num_turns * (largest + _MOST_PACKETS * _ALIGNMENT) if has_buffer else 0.0)

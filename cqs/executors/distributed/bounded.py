@@ -1,7 +1,7 @@
 """Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.batches import CutPlan
@@ -186,17 +186,14 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
     ]
     chunk_shape = replace(limit.shape, num_heads=heads, num_kv_heads=kv_heads)
     num_chunks, passes = len(layout.chunks), PASSES["both" if with_gradients else "forward"]
+    count = partial(
+        HeldBytes,
+        keeps=with_gradients,
+        has_buffer=limit.has_buffer,
+        with_results=not limit.is_given,
+    )
     counts = [
-        [
-            HeldBytes(
-                *(chunk_shape, rows, num_chunks),
-                is_backward=is_backward,
-                keeps=with_gradients,
-                has_buffer=limit.has_buffer,
-                with_results=not limit.is_given,
-            )
-            for rows in devices
-        ]
+        [count(chunk_shape, rows, num_chunks, is_backward=is_backward) for rows in devices]
         for is_backward in passes
     ]
     num_turns = _BOUNDED_TURNS if layout.is_bounded else min(_TURNS[limit.has_buffer], num_chunks)

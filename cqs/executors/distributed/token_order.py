@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from cqs.scheduler import AttentionShape, Step
 from cqs.scheduler.cost_model import Prediction, near_shares
+from cqs.scheduler.group_needs import group_needs
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes
 from cqs.scheduler.kinds import Kind, list_kinds
@@ -108,7 +109,7 @@ def predict_order(
         .predict_plan`: the bytes held for exchanges, results and gradients of the shard.
     """
     num_tasks, resident = num_devices // head_parallel, order.resident
-    needs = kind.needs(num_tasks, is_causal=workload.is_causal)
+    needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     counts = (
         max(max(each.queries, each.query_results) for each in needs),
         max(max(each.keys, each.key_results) for each in needs),
@@ -155,13 +156,7 @@ def predict_order(
     moved = of_batch.sent * (inputs[resident] + results[resident])
     moved += number * of_part.sent * (inputs[1 - resident] + results[1 - resident])
     own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
-    held = HeldBytes(
-        *(shape, rows, chunks),
-        is_backward=is_backward,
-        keeps=False,
-        has_buffer=False,
-        with_results=True,
-    )
+    held = HeldBytes(shape, rows, chunks, is_backward=is_backward, has_buffer=False)
     return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
 
 

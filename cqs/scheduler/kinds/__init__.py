@@ -14,7 +14,7 @@ Kind = Quorums | Grid2D | Hosts | Documents
 
 - ``fit(num_tasks)`` checks the kind against the number of tasks and returns the kind of a plan.
 - ``divide(groups)`` returns the function that lists the steps of a task, given its index.
-- ``is_final``, ``num_groups``, ``busiest``, ``needs`` and ``near`` predict costs without a plan.
+- ``is_final``, ``num_groups``, ``busiest`` and ``near`` predict costs without a plan.
 - ``to_json()`` returns the field that :func:`read_kind` reads, and ``str`` describes the kind.
 """
 

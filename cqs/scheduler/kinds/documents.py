@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
 
@@ -53,10 +52,6 @@ class Documents:
     def busiest(self) -> float:
         """Live pairs of the busiest task, relative to the mean."""
         return 1 + self.tolerance
-
-    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
-        """Return the group counts of all tasks, if documents are short."""
-        return (GroupNeeds(1, 1, 1, 1, 0.0, 0.0),)
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups a task reads of its own host, if documents are short."""

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from cqs.arguments import as_bool, as_integer
-from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import Area, TokenGroups
 
@@ -62,18 +61,6 @@ class Grid2D:
         if not self.is_balanced:
             return 2 - 1 / height
         return 1 + (width - 1) / (width * height**2) if height % 2 else 1.0
-
-    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
-        """Return the group counts of all tasks that may differ, at most."""
-        width, height = self.query_groups, self.key_groups
-        home, own_keys = float(width > 1 < height), float(width > 1 < height)
-        # Of causal tasks, the last gives the most rows, this part of its own, to the first.
-        is_moved = is_causal and self.is_balanced
-        given = (height - 1) / (2 * height - 1) if is_moved else 0.0
-        return (
-            GroupNeeds(width * (1 + given), height, width, height, home, own_keys),
-            GroupNeeds(width - (width - 1) * given, height, width + given, height, home, own_keys),
-        )
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups of queries, and of keys, a task reads of its own host.

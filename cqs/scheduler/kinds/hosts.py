@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.scheduler.group_needs import GroupNeeds
 from cqs.scheduler.kinds.grid import Grid2D, balance_rows
 from cqs.scheduler.kinds.quorums import Quorums
 from cqs.scheduler.task import Step
@@ -52,15 +51,6 @@ class Hosts:
     def busiest(self) -> float:
         """Live pairs of the busiest task of a causal plan, relative to the mean."""
         return self.outer.busiest
-
-    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
-        """Return the group counts of all tasks that may differ, without rows that balance them."""
-        home = float(not self.is_final)
-        of_hosts = self.outer.needs(num_tasks // self.size, is_causal=is_causal)
-        return tuple(
-            GroupNeeds(queries, keys * self.size, query_results, key_results * self.size, home, 1.0)
-            for queries, keys, query_results, key_results, *_ in of_hosts
-        )
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups of queries, and of keys, a task reads of its own host.

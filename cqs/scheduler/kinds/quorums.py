@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from cqs.scheduler.balancing import balance_work
-from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
 from cqs.scheduler.task import Step
@@ -50,10 +49,6 @@ class Quorums:
     def busiest(self) -> float:
         """Live pairs of the busiest task of a causal plan, relative to the mean."""
         return 1.0
-
-    def needs(self, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
-        """Return the group counts of all tasks that may differ."""
-        return group_needs(self.interest_set, num_tasks, is_causal)
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups of queries, and of keys, a task reads of its own host.
