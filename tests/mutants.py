@@ -546,10 +546,10 @@ FAULTS = (
         "scheduler/test_cost.py::test_bytes_out_are_an_output_and_an_lse_per_step_and_query",
     ),
     Fault(
-        "halves of shared groups count as whole",
+        "a task's own group counts twice among its needs",
         "scheduler/group_needs.py",
-        "part = max(part, 0.5 if across < group else 0.0)",
-        "part = max(part, 1.0 if across < group else 0.0)",
+        "others = [i for i in range(num_tasks) if i != index]",
+        "others = [*range(num_tasks)]",
         "scheduler/test_group_needs.py::test_needs_are_those_of_tasks",
     ),
     Fault(
@@ -1143,9 +1143,9 @@ FAULTS = (
     ),
     Fault(
         "the answer lacks a rank's own queries with others' keys",
-        "executors/distributed/rank_task.py",
-        "parts += [] if self.home is None else [self.home]",
-        "parts += []",
+        "executors/distributed/chunk_pass.py",
+        "parts + self._own * (group == heads[rank])",
+        "parts",
         "distributed/test_attention.py::test_every_world_is_exact[2]",
     ),
     Fault(
@@ -1192,7 +1192,7 @@ FAULTS = (
     ),
     Fault(
         "gradients of streamed parts replace each other",
-        "executors/distributed/streamed_task.py",
+        "executors/distributed/chunk_pass.py",
         "total[:, :, rows] += part",
         "total[:, :, rows] = part",
         "distributed/test_limited_memory.py::"
@@ -1200,9 +1200,9 @@ FAULTS = (
     ),
     Fault(
         "a limit of memory counts half of the inputs in transit",
-        "executors/distributed/bounded.py",
-        "turns = min(4 if limit.has_buffer else 2, num_chunks) / num_chunks",
-        "turns = 0.5 * min(4 if limit.has_buffer else 2, num_chunks) / num_chunks",
+        "scheduler/held_bytes.py",
+        "self.hold(packed + sum(received) + own)",
+        "self.hold(packed + sum(received) / 2 + own)",
         "distributed/test_limited_memory.py::test_one_byte_less_than_a_call_holds_is_not_exceeded",
     ),
     # Ray tasks.

@@ -140,17 +140,19 @@ def test_half_of_the_pairs_are_live_in_causal_attention():
 @pytest.mark.parametrize(("method", "head_parallel"), [("cqs", "auto"), ("cqs quorums", 1)])
 def test_memory_is_what_gpus_allocated(method, head_parallel, passes):
     rows = read_rows(RESULTS / "memory-h200-x2.jsonl", lambda row: [row])
-    rows = [row for row in rows if row["benchmark"] == f"peers {passes}"]
-    rows = [row for row in rows if row["executor"] == method]
+    rows = [
+        row for row in rows if [row["benchmark"], row["executor"]] == [f"peers {passes}", method]
+    ]
     assert len(rows) == 10
     for row in rows:
-        details, arguments = row["details"], (2, MACHINES["H200"])
+        details, on = row["details"], (2, MACHINES["H200"])
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
-        chosen = predict("cqs", case, *arguments, passes, 0.02, head_parallel=head_parallel)
-        is_backward = passes == "both"
-        peak = predict_plan(case, *arguments, chosen.head_parallel, is_backward=is_backward)
-        assert peak.peak_bytes == pytest.approx(details["peak_bytes"], rel=0.005)
+        chosen = predict("cqs", case, *on, passes, 0.02, head_parallel=head_parallel)
+        peak = predict_plan(
+            case, *on, chosen.head_parallel, is_backward=passes == "both"
+        ).peak_bytes
+        assert peak == pytest.approx(details["peak_bytes"], rel=0.005)
 
 
 @pytest.mark.parametrize("head_parallel", [1, 4])

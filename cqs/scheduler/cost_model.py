@@ -8,7 +8,6 @@ number of devices, and no shared switch, which favours methods that exchange wit
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from operator import mul
 from typing import NamedTuple
@@ -106,13 +105,25 @@ def predict_plan(
         of_devices = ([head_parallel * number for number in each] for each in of_tasks)
         needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
 
-    part, shard = workload.part(head_parallel), workload.shard_rows(num_devices)
-    chunk = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
+    queries, keys = workload.shard_rows(num_devices)
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    rows = [
-        _rows_of(each, shard, groups, is_final=is_final, is_backward=is_backward) for each in needs
-    ]
-    devices = [HeldBytes(chunk, each, chunks, is_backward=is_backward) for each in rows]
+
+    def rows_of(needed: GroupNeeds) -> DeviceRows:
+        # A forward pass without gradients receives none of a device's own queries.
+        own, own_keys = (queries, keys) if is_backward else (0, keys * needed.own_keys)
+        away = Flow((needed.queries - 1) * queries, (needed.query_results - 1) * queries, 0)
+        there = away._replace(received=away.received + own, own=own)
+        received = (needed.keys - 1) * keys + own_keys
+        with_keys = Flow(received, (needed.key_results - 1) * keys, own_keys)
+        return DeviceRows(
+            *([Round((there, with_keys))], (queries, keys), groups, _MOST_TURNS),
+            results=there if is_final and is_backward else away,
+            separate=(0, 0) if is_final else (queries, needed.home * queries),
+            is_final=is_final,
+        )
+
+    chunk = workload.part(head_parallel, chunks)
+    devices = [HeldBytes(chunk, rows_of(each), chunks, is_backward=is_backward) for each in needs]
     # The first results are sent after the tokens of so many head chunks.
     pairs = [(each.exchanges[0], each.exchanges[min(_MOST_TURNS, chunks)]) for each in devices]
     there, back = zip(*pairs, strict=True)
@@ -136,32 +147,6 @@ def predict_plan(
     moved = chunks * (sum(received) + sum(outputs))
     peak = most_bytes([devices], min(_MOST_TURNS, chunks))
     return Prediction(seconds, moved, peak, head_parallel, kind)
-
-
-def _rows_of(
-    needed: GroupNeeds,
-    shard: tuple[int, int],
-    head_groups: tuple[int, int],
-    *,
-    is_final: bool,
-    is_backward: bool,
-) -> DeviceRows:
-    """Return the numbers of rows of a device with shards of such a size."""
-    queries, keys = shard
-    # A forward pass without gradients receives none of a device's own queries.
-    own, own_keys = (queries, keys) if is_backward else (0, keys * needed.own_keys)
-    away = Flow((needed.queries - 1) * queries, (needed.query_results - 1) * queries, 0)
-    there = away._replace(received=away.received + own, own=own)
-    with_keys = (needed.keys - 1) * keys + own_keys, (needed.key_results - 1) * keys, own_keys
-    return DeviceRows(
-        (Round((there, Flow(*with_keys))),),
-        shard,
-        head_groups,
-        _MOST_TURNS,
-        results=there if is_final and is_backward else away,
-        separate=(0, 0) if is_final else (queries, needed.home * queries),
-        is_final=is_final,
-    )
 
 
 def predict_ring(

@@ -1,7 +1,6 @@
 """The bytes that a device holds in a pass, counted in the order in which it is executed."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from cqs.scheduler.cost import AttentionShape
@@ -71,7 +70,7 @@ class HeldBytes:
             with_results: Whether to count output, LSE and gradients of the shard, and on GPUs the
                 float32 sums in which a kernel adds up gradients of queries.
         """
-        self.has_buffer, self.has_scratch = has_buffer, with_results
+        self.keeps, self.has_buffer, self.has_scratch = keeps, has_buffer, with_results
         self.exchanges: list[tuple[list[float], list[float]]] = []
         """For every exchange the bytes of each packet that is sent, and received from others."""
         self.most = self._now = self._gradients = 0.0
@@ -80,7 +79,7 @@ class HeldBytes:
             queries, keys = (number * groups * num_chunks for number, groups in sizes)
             self.hold(shape.result_bytes(1) * queries)
             self._gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
-        make = _Backward if is_backward else partial(_Forward, keeps=keeps)
+        make = _Backward if is_backward else _Forward
         number = num_chunks if rows.num_turns else 1  # otherwise one after another, all alike
         run_chunks((make(self, shape, rows) for _ in range(number)), rows.num_turns)
 
@@ -88,6 +87,10 @@ class HeldBytes:
         """Hold more bytes, or fewer."""
         self._now += number
         self.most = max(self.most, self._now)
+
+    def hold_briefly(self, number: float) -> None:
+        """Hold more bytes, and free them at once."""
+        self.most = max(self.most, self._now + number)
 
     def hold_gradients(self) -> None:
         """Hold the gradients of the shard, unless they are held."""
@@ -120,6 +123,10 @@ def most_bytes(passes: Iterable[Sequence[HeldBytes]], num_turns: int) -> float:
     return most + (num_turns * (largest + _MOST_PACKETS * _ALIGNMENT) if has_buffer else 0.0)
 
 
+Transfer = tuple[float, float]
+"""Bytes of rows that are packed, and that are received."""
+
+
 class _Chunk(ChunkRounds[Flow]):
     """Counts the bytes of a head chunk; attributes are bytes of one row, or of all."""
 
@@ -146,12 +153,10 @@ class _Chunk(ChunkRounds[Flow]):
         for side, number in zip(sides, received, strict=True):
             self._tokens[side] = number
 
-    def merge(self, transfer: tuple[float, float], *_: Any) -> None:
+    def merge(self, transfer: Transfer, *_: Any) -> None:
         self.memory.hold(-sum(transfer))
 
-    def return_rows(
-        self, results: Sequence[tuple[float, Flow]], *, are_freed: bool
-    ) -> tuple[float, float]:
+    def return_rows(self, results: list[tuple[float, Flow]], *, are_freed: bool) -> Transfer:
         """Send results, given the bytes of a row, and free those that were computed."""
         sent = [row * (flow.received - flow.own) for row, flow in results]
         received = [row * flow.sent for row, flow in results]
@@ -168,11 +173,9 @@ class _Chunk(ChunkRounds[Flow]):
 class _Forward(_Chunk):
     """The bytes of :class:`cqs.executors.distributed.chunk_pass.ForwardPass`."""
 
-    def __init__(
-        self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows, *, keeps: bool
-    ) -> None:
+    def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)
-        self._keeps, self._running, self._separate = keeps, 0.0, 0.0
+        self._running, self._separate = 0.0, 0.0
         # A merge has weights, and sums unless the output has their dtype.
         self._merge = self.lse + (self.result - self.lse) * self.wider * (self.wider > 1)
         if self.is_bounded:
@@ -193,8 +196,8 @@ class _Forward(_Chunk):
                     self.memory.hold(self._running)
                 self.memory.hold(-self.result * queries)
 
-    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float] | None:
-        if not self._keeps or self.is_bounded:
+    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> Transfer | None:
+        if not self.memory.keeps or self.is_bounded:
             self.memory.hold(-sum(self._tokens[side] for side in sides))
         if not self.is_bounded:
             return self._returning_rows
@@ -211,13 +214,12 @@ class _Forward(_Chunk):
 
     def _compute_apart(self, rows: DeviceRows) -> None:
         row = self.result - self.lse * (rows.is_final and not rows.with_lse)
-        is_kept = self._keeps and rows.is_final
+        is_kept = self.memory.keeps and rows.is_final
         if is_kept:
             self.memory.hold(self.result * rows.results.received)
         self._returning_rows = self.return_rows([(row, rows.results)], are_freed=False)
         if not is_kept:  # an LSE that is not sent
-            self.memory.hold((self.result - row) * rows.results.received)
-            self.memory.hold((row - self.result) * rows.results.received)
+            self.memory.hold_briefly((self.result - row) * rows.results.received)
         self._add_separate(self.result * rows.separate[1])
 
     def _add_separate(self, number: float) -> None:
@@ -250,7 +252,7 @@ class _Backward(_Chunk):
                 self._scratch = self._gradients[QUERIES] * self.wider * memory.has_scratch
                 self.wider = 1.0
 
-    def merge(self, transfer: tuple[float, float], *rest: Any) -> None:
+    def merge(self, transfer: Transfer, *rest: Any) -> None:
         self.memory.hold_gradients()
         super().merge(transfer, *rest)
 
@@ -258,15 +260,14 @@ class _Backward(_Chunk):
         numbers = [flow.received for flow in current.routes]
         if all(numbers):
             made = [n * row * self.wider for n, row in zip(numbers, self._gradients, strict=True)]
-            scratch = self._scratch * numbers[QUERIES]
-            self.memory.hold(sum(made) + scratch)
-            self.memory.hold(-scratch)
+            self.memory.hold(sum(made))
+            self.memory.hold_briefly(self._scratch * numbers[QUERIES])
             for side, number in enumerate(made):
                 if self._sums[side]:  # added to those of an earlier round
                     self.memory.hold(-number)
                 self._sums[side] = number
 
-    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> tuple[float, float]:
+    def free(self, current: Round[Flow], sides: tuple[int, ...]) -> Transfer:
         self.memory.hold(-sum(self._tokens[side] for side in sides))
         sums = sum(self._sums[side] for side in sides)
         if self.wider > 1:

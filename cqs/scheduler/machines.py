@@ -1,7 +1,6 @@
 """Devices and links that plans are predicted for."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -51,26 +50,6 @@ class Machine:
         return self.latency + max(inside / self.bandwidth, outside / self.between)
 
 
-class Links(NamedTuple):
-    """Bandwidth and latency of the links between devices."""
-
-    bandwidth: float
-    """Bytes per second of a device and direction."""
-    latency: float
-    """Seconds of an exchange."""
-
-    @classmethod
-    def check(cls, links: Iterable[float]) -> "Links":
-        """Return the links, or raise TypeError or ValueError."""
-        try:
-            found = cls(*map(float, links))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"links must be (bandwidth, latency), got {links!r}") from error
-        if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
-            raise ValueError(f"links must be positive and finite, got {links!r}")
-        return found
-
-
 MACHINES = {
     "H200": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),
     "H100": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),
@@ -81,16 +60,6 @@ MACHINES = {
 """Machines by a part of the device's name. Bandwidth and latency of H200 are fitted to 4 GPUs of
 one host; the others are scaled by data sheets and not measured, as are all links between hosts:
 400 Gb/s InfiniBand per GPU, 200 Gb/s for A100, and Gigabit Ethernet for CPUs."""
-
-
-def machine_name(device: str) -> str:
-    """Return the name in :data:`MACHINES` of a device, of H100 for an unknown GPU.
-
-    Example:
-        >>> machine_name("NVIDIA A100-SXM4-80GB"), machine_name("cpu"), machine_name("NVIDIA L4")
-        ('A100', 'CPU', 'H100')
-    """
-    return next((name for name in MACHINES if name in device.upper()), "H100")
 
 
 class ChunkRule(NamedTuple):

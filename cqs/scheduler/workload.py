@@ -81,12 +81,14 @@ class Workload:
         """Return the numbers of queries and of keys of a shard."""
         return -(-self.tokens // num_devices), -(-self._keys // num_devices)
 
-    def part(self, head_parallel: int) -> AttentionShape:
-        """Return the shape of one head group; groups share KV heads if there are fewer of these."""
-        kv_heads = max(self.shape.kv_heads // head_parallel, 1)
-        return replace(
-            self.shape, num_heads=self.shape.num_heads // head_parallel, num_kv_heads=kv_heads
-        )
+    def part(self, head_parallel: int, num_chunks: int = 1) -> AttentionShape:
+        """Return the shape of a head chunk of one head group.
+
+        Groups share KV heads if there are fewer of these.
+        """
+        kv_heads = max(self.shape.kv_heads // head_parallel, 1) // num_chunks
+        num_heads = self.shape.num_heads // head_parallel // num_chunks
+        return replace(self.shape, num_heads=num_heads, num_kv_heads=kv_heads)
 
     def num_chunks(
         self,

@@ -12,10 +12,10 @@ from random_problems import kinds_of, random_case, random_problems
 import cqs.distributed
 from benchmarks.cases import Case
 from cqs.executors.distributed import layout, prepared, probe
+from cqs.executors.distributed.probe import Links
 from cqs.executors.distributed.transport import transports
 from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
 from cqs.scheduler.cost_model import predict
-from cqs.scheduler.machines import Links
 
 NUM_PROBLEMS = 3000
 BATCH = 50

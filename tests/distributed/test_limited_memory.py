@@ -196,7 +196,7 @@ def bytes_without_gradients(group, case, options):
 
 
 def test_one_byte_less_than_a_call_holds_is_not_exceeded(ranks):
-    """Without gradients, where the bound of a call without batches is closest to its bytes."""
+    """Without gradients, and with a single head chunk."""
     case = Case("below", 112, 112, 4, 4)
     options = {"plan": "rows", "head_parallel": 1, "num_chunks": 1}
     held = max(ranks.run(7, bytes_without_gradients, case, options))

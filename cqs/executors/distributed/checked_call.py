@@ -11,6 +11,7 @@ from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.distributed.dtensors import group_of, to_local
 from cqs.executors.distributed.joint import JointTokens
 from cqs.executors.distributed.operator import DrawnSeed
+from cqs.executors.distributed.probe import Links
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
@@ -19,7 +20,6 @@ from cqs.problem.scores import Scores
 from cqs.problem.tensors import autocast
 from cqs.scheduler.head_groups import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind
-from cqs.scheduler.machines import Links
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
 

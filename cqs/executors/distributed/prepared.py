@@ -22,7 +22,7 @@ from cqs.executors.distributed.agreement import (
 )
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout
-from cqs.executors.distributed.probe import probe_links
+from cqs.executors.distributed.probe import Links, probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
@@ -39,7 +39,7 @@ from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
-from cqs.scheduler.machines import MACHINES, Links, Machine, machine_name
+from cqs.scheduler.machines import MACHINES, Machine
 from cqs.worker import Worker
 from cqs.worker.memory import free_bytes
 
@@ -370,9 +370,10 @@ def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:
 
 @lru_cache
 def _machine_of(device: torch.device) -> int:
-    """Return the index among ``MACHINES`` of the machine of a device."""
+    """Return the index in ``MACHINES`` of a device, of H100 for an unknown GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return list(MACHINES).index(machine_name(name))
+    known = (i for i, part in enumerate(MACHINES) if part in name.upper())
+    return next(known, list(MACHINES).index("H100"))
 
 
 def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:

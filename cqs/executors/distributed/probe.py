@@ -1,8 +1,9 @@
 """Measurement of the links of a process group."""
 
 import math
+from collections.abc import Iterable
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from cqs.executors.distributed.agreement import control_group, swap
 from cqs.executors.distributed.transport.transports import hosts_of, ranks_per_host
-from cqs.scheduler.machines import Links
 from cqs.worker.cuda_graphs import check_not_captured
 
 _STEPS_PER_OCTAVE = 16
@@ -23,6 +23,26 @@ _SECONDS = 0.2
 """Duration of the message that measures the bandwidth, by the estimate. Its second half counts:
 links with a limited rate let the first bytes pass faster."""
 _measured: "WeakKeyDictionary[Any, Links]" = WeakKeyDictionary()
+
+
+class Links(NamedTuple):
+    """Bandwidth and latency of the links between devices."""
+
+    bandwidth: float
+    """Bytes per second of a device and direction."""
+    latency: float
+    """Seconds of an exchange."""
+
+    @classmethod
+    def check(cls, links: Iterable[float]) -> "Links":
+        """Return the links, or raise TypeError or ValueError."""
+        try:
+            found = cls(*map(float, links))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"links must be (bandwidth, latency), got {links!r}") from error
+        if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
+            raise ValueError(f"links must be positive and finite, got {links!r}")
+        return found
 
 
 def probe_links(group: Any, device: torch.device) -> Links:

@@ -8,7 +8,6 @@ the traffic and the memory are those of a ring.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -115,8 +114,8 @@ def predict_order(
         max(max(each.keys, each.key_results) for each in needs),
     )
     pairs = min(float(num_tasks), counts[0] * counts[1])
-    part, chunks = workload.part(head_parallel), order.num_chunks
-    shape = replace(part, num_heads=part.num_heads // chunks, num_kv_heads=part.kv_heads // chunks)
+    chunks = order.num_chunks
+    shape = workload.part(head_parallel, chunks)
     shard = workload.shard_rows(num_devices)
     per_batch = counts[resident] / order.num_batches
     # Each group is paired with the same number of groups of the other side.

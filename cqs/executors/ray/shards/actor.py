@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.probe import pin_links
+from cqs.executors.distributed.probe import Links, pin_links
 from cqs.executors.distributed.transport.transports import release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
 from cqs.executors.ray.shards.operation import Address, Shapes, ShardProducer
-from cqs.scheduler.machines import Links
 
 _CONNECT_SECONDS = 10.0
 """Seconds for the connection to a store, which rank 0 has opened before."""

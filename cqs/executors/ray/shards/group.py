@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.executors.distributed.probe import Links
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer
-from cqs.scheduler.machines import Links
 
 _Found = TypeVar("_Found")
 
