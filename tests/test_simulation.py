@@ -139,19 +139,16 @@ def test_half_of_the_pairs_are_live_in_causal_attention():
 @pytest.mark.parametrize("passes", ["forward", "both"])
 @pytest.mark.parametrize(("method", "head_parallel"), [("cqs", "auto"), ("cqs quorums", 1)])
 def test_memory_is_what_gpus_allocated(method, head_parallel, passes):
+    kind, on = [f"peers {passes}", method], (2, MACHINES["H200"])
     rows = read_rows(RESULTS / "memory-h200-x2.jsonl", lambda row: [row])
-    rows = [
-        row for row in rows if [row["benchmark"], row["executor"]] == [f"peers {passes}", method]
-    ]
+    rows = [row for row in rows if [row["benchmark"], row["executor"]] == kind]
     assert len(rows) == 10
     for row in rows:
-        details, on = row["details"], (2, MACHINES["H200"])
+        details, options = row["details"], {"is_backward": passes == "both"}
         shape = AttentionShape(details["heads"], 128, num_kv_heads=details["kv_heads"])
         case = Workload(details["tokens"], shape, row["case"].startswith("causal"))
         chosen = predict("cqs", case, *on, passes, 0.02, head_parallel=head_parallel)
-        peak = predict_plan(
-            case, *on, chosen.head_parallel, is_backward=passes == "both"
-        ).peak_bytes
+        peak = predict_plan(case, *on, chosen.head_parallel, **options).peak_bytes
         assert peak == pytest.approx(details["peak_bytes"], rel=0.005)
 
 
