@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cqs.ranges import overlap
-from cqs.scheduler.kinds import Kind
+from cqs.scheduler.kinds import Documents, Kind
 from cqs.scheduler.plan import make_plan
 from cqs.scheduler.task import Task, join_ranges
 
@@ -38,9 +38,10 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
     """Return the group counts of all tasks that differ, counted in a plan.
 
     Of many tasks, some read all groups that tasks read without a mask, so one entry is returned.
+    Tasks of documents are predicted by :mod:`cqs.scheduler.document_cost`.
     """
     is_merged = float(not kind.is_final)
-    if num_tasks > _FEW_TASKS:
+    if num_tasks > _FEW_TASKS or isinstance(kind, Documents):
         return (GroupNeeds(*kind.num_groups, *kind.num_groups, is_merged, is_merged),)
     length = _SIZE * num_tasks
     plan = make_plan(length, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
