@@ -81,7 +81,8 @@ class HeldBytes:
             self._gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
         make = _Backward if is_backward else _Forward
         number = num_chunks if rows.num_turns else 1  # otherwise one after another, all alike
-        run_chunks((make(self, shape, rows) for _ in range(number)), rows.num_turns)
+        chunks = (make(self, shape, rows) for _ in range(number))
+        run_chunks(chunks, rows.num_turns, allocate=self.hold_gradients)
 
     def hold(self, number: float) -> None:
         """Hold more bytes, or fewer."""
@@ -251,10 +252,6 @@ class _Backward(_Chunk):
             if memory.has_buffer:  # kernels of GPUs round sums; those of queries are scratch
                 self._scratch = self._gradients[QUERIES] * self.wider * memory.has_scratch
                 self.wider = 1.0
-
-    def merge(self, transfer: Transfer, *rest: Any) -> None:
-        self.memory.hold_gradients()
-        super().merge(transfer, *rest)
 
     def compute(self, current: Round[Flow]) -> None:
         numbers = [flow.received for flow in current.routes]

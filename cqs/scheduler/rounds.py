@@ -103,6 +103,7 @@ def run_chunks(
     chunks: Iterable[Chunk],
     num_turns: int | None,
     on_stream: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
+    allocate: Callable[[], object] = lambda: None,
 ) -> list[Chunk]:
     """Run a pass.
 
@@ -112,6 +113,7 @@ def run_chunks(
             are computed. Results are merged at the end. With ``None``, a chunk is made when those
             before are finished and freed.
         on_stream: Returns the context in which a chunk runs, given its index.
+        allocate: Allocates what is required only when results are merged, outside of any context.
 
     Returns:
         The chunks, unless they follow one another.
@@ -139,6 +141,7 @@ def run_chunks(
     for i, chunk in enumerate(chunks[1:], 1):  # overlaps the last results
         with on_stream(i):
             chunk.compute_own()
+    allocate()
     for i, chunk in enumerate(chunks):
         with on_stream(i):
             chunk.finish()

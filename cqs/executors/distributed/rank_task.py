@@ -134,7 +134,8 @@ class RankTask:
                 kept=held,
             )
 
-        self._run(make, grad_output.device, of_pass, self.transport.num_streams)
+        streams = self.transport.num_streams
+        self._run(make, grad_output.device, of_pass, streams, allocate=gradients)
         return gradients()
 
     def new_gradients(self, like: Tensor, shapes: Sequence[torch.Size]) -> Gradients:
@@ -148,6 +149,7 @@ class RankTask:
         device: torch.device,
         of_pass: Pass,
         at_once: int,
+        allocate: Callable[[], object] = lambda: None,
     ) -> list[_ChunkPass]:
         """Run the passes of all head chunks, and return them unless memory is limited.
 
@@ -156,6 +158,7 @@ class RankTask:
             device: Device of the tensors.
             of_pass: The pass.
             at_once: Number of head chunks that may be computed at the same time.
+            allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
         chunks, is_bounded = self.layout.chunks, self.layout.is_bounded
         num_turns, at_once = (_BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
@@ -169,7 +172,7 @@ class RankTask:
                 for chunk in chunks
             )
             most = None if is_bounded else self.transport.num_turns
-            return run_chunks(passes, most, on_stream)
+            return run_chunks(passes, most, on_stream, allocate)
 
     def _worker_of(self, chunk: HeadChunk, terms: ScoreTerms | None) -> Worker:
         heads, worker = chunk.query_heads[self.layout.rank], self.worker
