@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from cqs.ranges import overlap
 from cqs.scheduler.kinds import Documents, Kind
-from cqs.scheduler.plan import make_plan
+from cqs.scheduler.plan import Plan
 from cqs.scheduler.task import Task, join_ranges
 
-_FEW_TASKS, _SIZE = 32, 60
+_FEW_TASKS, _SIZE = 64, 60
 """Number of tasks up to which their needs are counted, and the tokens of a group in their plan."""
 
 
@@ -44,7 +44,7 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
     if num_tasks > _FEW_TASKS or isinstance(kind, Documents):
         return (GroupNeeds(*kind.num_groups, *kind.num_groups, is_merged, is_merged),)
     length = _SIZE * num_tasks
-    plan = make_plan(length, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
+    plan = Plan(length, length, num_tasks, is_causal, kind)
     read = [_rows_by_group(task, num_tasks) for task in plan.tasks]
     needs = set()
     for index, task in enumerate(plan.tasks):
@@ -53,7 +53,7 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
         back = [1 + sum(read[i][side][index] for i in others) / _SIZE for side in (0, 1)]
         mixed = _mixed(task, range(index * _SIZE, (index + 1) * _SIZE))
         needs.add(GroupNeeds(*there, *back, *(is_merged * each for each in mixed)))
-    return tuple(needs)
+    return tuple(sorted(needs))
 
 
 def _rows_by_group(task: Task, num_groups: int) -> tuple[list[int], list[int]]:

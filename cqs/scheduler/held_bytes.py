@@ -57,6 +57,7 @@ class HeldBytes:
         keeps: bool = False,
         has_buffer: bool = True,
         with_results: bool = True,
+        rounds_sums: bool = True,
     ) -> None:
         """Count them. Scratch of merges is not counted.
 
@@ -67,10 +68,11 @@ class HeldBytes:
             is_backward: Whether the pass is a backward pass.
             keeps: Whether a forward pass keeps tensors for a backward pass.
             has_buffer: Whether packed rows are in a send buffer, and not counted.
-            with_results: Whether to count output, LSE and gradients of the shard, and on GPUs the
-                float32 sums in which a kernel adds up gradients of queries.
+            with_results: Whether to count output, LSE and gradients of the shard.
+            rounds_sums: Whether a kernel rounds gradients, and has the float32 sums of those of
+                queries as scratch; otherwise it returns sums. Only without a limit of memory.
         """
-        self.keeps, self.has_buffer, self.has_scratch = keeps, has_buffer, with_results
+        self.keeps, self.has_buffer, self.rounds_sums = keeps, has_buffer, rounds_sums
         self.exchanges: list[tuple[list[float], list[float]]] = []
         """For every exchange the bytes of each packet that is sent, and received from others."""
         self.most = self._now = self._gradients = 0.0
@@ -78,7 +80,8 @@ class HeldBytes:
             sizes = zip(rows.shard, rows.head_groups, strict=True)
             queries, keys = (number * groups * num_chunks for number, groups in sizes)
             self.hold(shape.result_bytes(1) * queries)
-            self._gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
+            gradients = shape.query_bytes(1) * queries + shape.key_bytes(1) * keys
+            self._gradients = gradients * is_backward
         make = _Backward if is_backward else _Forward
         number = num_chunks if rows.num_turns else 1  # otherwise one after another, all alike
         chunks = (make(self, shape, rows) for _ in range(number))
@@ -111,7 +114,7 @@ def most_bytes(passes: Iterable[Sequence[HeldBytes]], num_turns: int) -> float:
 
     Args:
         passes: For every pass the bytes of all devices.
-        num_turns: Number of sends in the buffer at a time.
+        num_turns: Number of sends in the buffer at a time; 0 without a buffer.
     """
     most, largest = 0.0, 0.0
     for devices in passes:
@@ -120,8 +123,7 @@ def most_bytes(passes: Iterable[Sequence[HeldBytes]], num_turns: int) -> float:
         for exchanges in zip(*(device.exchanges for device in devices), strict=True):
             packets = zip(*(sent for sent, _ in exchanges), strict=True)
             largest = max(largest, sum(map(max, packets)))
-    has_buffer = devices[0].has_buffer and largest
-    return most + (num_turns * (largest + _MOST_PACKETS * _ALIGNMENT) if has_buffer else 0.0)
+    return most + num_turns * (largest + _MOST_PACKETS * _ALIGNMENT * (largest > 0))
 
 
 Transfer = tuple[float, float]
@@ -249,8 +251,8 @@ class _Backward(_Chunk):
             queries, keys = (flow.received for flow in rows.rounds[0].routes)
             kept = self._gradients[QUERIES] * queries + self._gradients[KEYS] * keys
             memory.hold(kept + self.result * rows.results.received * rows.is_final)
-            if memory.has_buffer:  # kernels of GPUs round sums; those of queries are scratch
-                self._scratch = self._gradients[QUERIES] * self.wider * memory.has_scratch
+            if memory.rounds_sums:
+                self._scratch = self._gradients[QUERIES] * self.wider
                 self.wider = 1.0
 
     def compute(self, current: Round[Flow]) -> None:

@@ -1,6 +1,6 @@
 """The rounds of a pass: receive, compute, return, merge, free.
 
-Ranks compute in this order, and :func:`cqs.scheduler.held_bytes.count_bytes` counts in it, so the
+Ranks compute in this order, and :class:`cqs.scheduler.held_bytes.HeldBytes` counts in it, so the
 bytes that are predicted are those that are held.
 """
 
@@ -113,7 +113,8 @@ def run_chunks(
             are computed. Results are merged at the end. With ``None``, a chunk is made when those
             before are finished and freed.
         on_stream: Returns the context in which a chunk runs, given its index.
-        allocate: Allocates what is required only when results are merged, outside of any context.
+        allocate: Allocates what is required only when results are merged, outside of any context;
+            not called if chunks follow one another.
 
     Returns:
         The chunks, unless they follow one another.

@@ -273,7 +273,7 @@ def test_many_ranks_take_an_order_that_fits():
     options |= {"with_gradients": True, "machine": Machine(devices_per_node=8, between=50e9)}
 
     def lay_out(max_bytes):
-        limit = bounded.Limit(max_bytes, True, shape, False, True)
+        limit = bounded.Limit(max_bytes, True, shape, False, 2, True)
         return bounded.lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
 
     with pytest.raises(ValueError, match="max_bytes must be at least") as error:

@@ -117,7 +117,7 @@ def make_task(transport, call, rank, worker):
     options = DEFAULTS | {"machine": MACHINES["H200"]} | call
     lengths, (num_heads, num_kv_heads) = options.pop("lengths"), options.pop("heads")
     shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
-    limit = Limit(options.pop("max_bytes"), False, shape, has_buffer=True, with_lse=True)
+    limit = Limit(options.pop("max_bytes"), False, shape, True, 4, with_lse=True)
     layout = lay_out_within(limit, lengths, lengths, rank, shape, **options)
     return rank_task.RankTask(transport, layout, worker)
 

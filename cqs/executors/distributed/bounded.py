@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from cqs.executors.distributed.batches import CutPlan
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out, make_chunks
+from cqs.executors.distributed.rank_task import BOUNDED_TURNS
 from cqs.executors.distributed.token_order import TokenOrder, predict_orders
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
@@ -13,10 +14,6 @@ from cqs.scheduler.held_bytes import DeviceRows, HeldBytes, most_bytes
 from cqs.scheduler.rounds import QUERIES, Round
 from cqs.scheduler.workload import PASSES, Workload
 
-_TURNS = 2, 4
-"""Number of head chunks in transit without a send buffer, and with one."""
-_BOUNDED_TURNS = 2
-"""Number of exchanges in transit if memory is limited."""
 _FEW_RANKS = 16
 """Number of ranks up to which the bytes of every order are counted."""
 _MOST_DEVIATION, _MOST_TRIED = 1.5, 8
@@ -36,6 +33,8 @@ class Limit(NamedTuple):
     """Batch, heads, head dimensions and itemsize of the shards."""
     has_buffer: bool
     """Whether packed rows are in a send buffer of a fixed size."""
+    num_turns: int
+    """Number of head chunks in transit at a time."""
     with_lse: bool
     """Whether LSEs of final results are sent too."""
 
@@ -64,10 +63,7 @@ def lay_out_within(
     usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
     if limit.max_bytes is None:
         return usual
-    needed = _count(limit, usual, with_gradients=options["with_gradients"])
-    if needed <= limit.max_bytes:
-        return usual
-    chosen = _choose(limit, needed, seqlens_q, seqlens_kv, shape, **options)
+    chosen = _choose(limit, seqlens_q, seqlens_kv, shape, **options)
     if chosen is None:
         return usual
     degree, kind, order = chosen
@@ -79,7 +75,6 @@ def lay_out_within(
 @lru_cache(maxsize=64)
 def _choose(
     limit: Limit,
-    whole_bytes: float,
     seqlens_q: Lengths,
     seqlens_kv: Lengths,
     shape: AttentionShape,
@@ -87,9 +82,15 @@ def _choose(
 ) -> tuple[int, Kind, TokenOrder] | None:
     """Return head-parallel degree, kind and order of the fastest order within a limit.
 
-    If none fits free memory, and none holds fewer bytes than head chunks as a whole, return None.
+    Return ``None`` if head chunks as a whole fit, or if nothing fits free memory and they hold the
+    fewest bytes.
     """
     with_gradients, pattern = options["with_gradients"], options["pattern"]
+    usual = lay_out(seqlens_q, seqlens_kv, 0, shape, **options)
+    whole_bytes = _count(limit, usual, with_gradients=with_gradients)
+    assert limit.max_bytes is not None
+    if whole_bytes <= limit.max_bytes:
+        return None
     lengths = sum(seqlens_q), sum(seqlens_kv)
     bound = None if pattern is None else pattern.bind(*lengths)
 
@@ -123,7 +124,6 @@ def _choose(
         most_chunks=options["num_chunks"],
         num_units=num_units,
     )
-    assert limit.max_bytes is not None
     if not is_small and bound is None:
         *tensors, answer = workload.shard_bytes(len(seqlens_q))
         highest = answer + with_gradients * sum(tensors) + _MOST_DEVIATION * limit.max_bytes
@@ -176,7 +176,7 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
             ],
             (len(of_queries), len(of_keys)),
             (head_parallel, min(head_parallel, limit.shape.kv_heads)),
-            None if layout.is_bounded else _TURNS[limit.has_buffer],
+            None if layout.is_bounded else limit.num_turns,
             layout.of_results.flows[rank],
             layout.separate[rank],
             is_final=layout.is_final,
@@ -191,10 +191,11 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
         keeps=with_gradients,
         has_buffer=limit.has_buffer,
         with_results=not limit.is_given,
+        rounds_sums=False,
     )
     counts = [
         [count(chunk_shape, rows, num_chunks, is_backward=is_backward) for rows in devices]
         for is_backward in passes
     ]
-    num_turns = _BOUNDED_TURNS if layout.is_bounded else min(_TURNS[limit.has_buffer], num_chunks)
-    return most_bytes(counts, num_turns)
+    num_turns = BOUNDED_TURNS if layout.is_bounded else min(limit.num_turns, num_chunks)
+    return most_bytes(counts, num_turns * limit.has_buffer)

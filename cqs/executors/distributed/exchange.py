@@ -39,8 +39,8 @@ class Exchange:
         Args:
             transport: Transport between the ranks of the group.
             of_pass: The pass in which the tensors are sent.
-            num_chunks: Number of head chunks of the pass, each sent once in each direction. Chunk i
-                uses buffer slot ``i % num_turns`` of the transport.
+            num_chunks: Number of head chunks of the pass, each sent once in each direction, or of
+                exchanges in transit. Chunk i uses buffer slot ``i % num_turns`` of the transport.
         """
         self._transport, self._pass = transport, of_pass
         self._num_turns = min(num_chunks, transport.num_turns)

@@ -29,6 +29,7 @@ Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
 
 Separate = Sequence[tuple[int, int]]
+"""For every rank two numbers of queries, see :attr:`Layout.separate`."""
 _SLACK = 0.02
 """Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
 more accurate than this."""

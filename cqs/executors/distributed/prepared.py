@@ -159,7 +159,7 @@ class PreparedCalls:
             if not has_own_rows(group, bias, problem.query.shape[2]):
                 problem = replace(problem, terms=replace(problem.terms, held=None))
         keep, verify = values["requires_grad"], values["verify"]
-        with_lse = values["return_lse"] or verify or (keep and problem.sinks is not None)
+        with_lse = _sends_lse(problem, values)
 
         def attend(part: Problem) -> Attended:
             task, terms = self._lay_out(placement, part), None
@@ -314,8 +314,8 @@ class _Placement:
         """Return the layout of a rank."""
         seqlens_q, seqlens_kv, *_ = self.shards
         is_given = values["max_bytes"] is not None
-        with_lse = values["return_lse"] or values["verify"]
-        limit = Limit(self.limit, is_given, part.shape, self.transport.has_buffer, with_lse)
+        transport = self.transport.has_buffer, self.transport.num_turns
+        limit = Limit(self.limit, is_given, part.shape, *transport, _sends_lse(part, values))
         return lay_out_within(
             limit,
             seqlens_q,
@@ -332,6 +332,12 @@ class _Placement:
             machine=self.machine,
             with_gradients=values["requires_grad"],
         )
+
+
+def _sends_lse(problem: Problem, values: Mapping[str, Any]) -> bool:
+    """Return whether the LSE of final results is required."""
+    is_kept = values["requires_grad"] and problem.sinks is not None
+    return bool(values["return_lse"] or values["verify"] or is_kept)
 
 
 def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -> Gradients:

@@ -25,7 +25,7 @@ from cqs.worker import Worker
 _MOST_AT_ONCE = 196_608
 """Number of keys of a rank above which the head chunks of a forward pass run one after another.
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
-_BOUNDED_TURNS = 2
+BOUNDED_TURNS = 2
 """Number of exchanges in transit in one direction if memory is limited."""
 AGREED = Pass()
 _ChunkPass = TypeVar("_ChunkPass", bound=ChunkPass)
@@ -161,7 +161,7 @@ class RankTask:
             allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
         chunks, is_bounded = self.layout.chunks, self.layout.is_bounded
-        num_turns, at_once = (_BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
+        num_turns, at_once = (BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
         with (
             Exchange(self.transport, of_pass, num_turns) as exchange,
             open_streams(device, min(at_once, len(chunks))) as on_stream,
