@@ -548,8 +548,8 @@ FAULTS = (
     Fault(
         "a task's own group counts twice among its needs",
         "scheduler/group_needs.py",
-        "others = [i for i in range(num_tasks) if i != index]",
-        "others = [*range(num_tasks)]",
+        "[sum(of_side) - of_side[index] for",
+        "[sum(of_side) for",
         "scheduler/test_group_needs.py::test_needs_are_those_of_tasks",
     ),
     Fault(

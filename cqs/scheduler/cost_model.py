@@ -63,7 +63,7 @@ def predict_plan(
     a = b = m for quorums. With a degree of 1, each of W devices then receives ``[2 (a - 1) + 2g (b
     - 1)] / W`` of N x d per head, with g KV heads per query head. With a degree of W the traffic
     is that of Ulysses. Some tasks read only queries or only keys of a group (even W, causal); the
-    prediction is for the device with the most traffic, beyond 64 tasks without the mask.
+    prediction is for the device with the most traffic.
 
     Time: an exchange takes as long as the device that sends or receives the most. The sends of the
     first of S head chunks and the results of the last are exposed; all other communication overlaps

@@ -9,8 +9,10 @@ from cqs.scheduler.kinds import Documents, Kind
 from cqs.scheduler.plan import Plan
 from cqs.scheduler.task import Task, join_ranges
 
-_FEW_TASKS, _SIZE = 64, 60
-"""Number of tasks up to which their needs are counted, and the tokens of a group in their plan."""
+_FEW_TASKS, _MOST_KEY_GROUPS = 32, 128
+"""Number of tasks up to which all are counted, and of groups whose keys a task reads."""
+_SIZE = 60
+"""Tokens of a group in the plan whose needs are counted."""
 
 
 class GroupNeeds(NamedTuple):
@@ -33,26 +35,26 @@ class GroupNeeds(NamedTuple):
     """1 if the task pairs queries of other groups with its own keys and with others, else 0."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNeeds, ...]:
     """Return the group counts of all tasks that differ, counted in a plan.
 
-    Of many tasks, some read all groups that tasks read without a mask, so one entry is returned.
-    Tasks of documents are predicted by :mod:`cqs.scheduler.document_cost`.
+    Of many tasks a few are counted, as if as many results were returned as are received. Tasks that
+    read the keys of very many groups are counted without a mask, and those of documents by
+    :mod:`cqs.scheduler.document_cost`.
     """
-    is_merged = float(not kind.is_final)
-    if num_tasks > _FEW_TASKS or isinstance(kind, Documents):
-        return (GroupNeeds(*kind.num_groups, *kind.num_groups, is_merged, is_merged),)
-    length = _SIZE * num_tasks
-    plan = Plan(length, length, num_tasks, is_causal, kind)
-    read = [_rows_by_group(task, num_tasks) for task in plan.tasks]
+    merged, step = float(not kind.is_final), 1 if num_tasks <= _FEW_TASKS else num_tasks // 4
+    if kind.num_groups[1] > _MOST_KEY_GROUPS or isinstance(kind, Documents):
+        return (GroupNeeds(*kind.num_groups, *kind.num_groups, merged, merged),)
+    plan = Plan(_SIZE * num_tasks, _SIZE * num_tasks, num_tasks, is_causal, kind)
+    read = {i: _rows_by_group(plan.task(i), num_tasks) for i in range(0, num_tasks, step)}
     needs = set()
-    for index, task in enumerate(plan.tasks):
-        others = [i for i in range(num_tasks) if i != index]
-        there = [1 + sum(read[index][side][i] for i in others) / _SIZE for side in (0, 1)]
-        back = [1 + sum(read[i][side][index] for i in others) / _SIZE for side in (0, 1)]
-        mixed = _mixed(task, range(index * _SIZE, (index + 1) * _SIZE))
-        needs.add(GroupNeeds(*there, *back, *(is_merged * each for each in mixed)))
+    for index, rows in read.items():
+        there = [sum(of_side) - of_side[index] for of_side in rows]
+        back = [sum(read[i][side][index] for i in read if i != index) for side in (0, 1)]
+        mixed = (merged * each for each in _mixed(plan.task(index), index * _SIZE))
+        both = (1 + number / _SIZE for number in (*there, *(back if step == 1 else there)))
+        needs.add(GroupNeeds(*both, *mixed))
     return tuple(sorted(needs))
 
 
@@ -67,8 +69,9 @@ def _rows_by_group(task: Task, num_groups: int) -> tuple[list[int], list[int]]:
     return counts
 
 
-def _mixed(task: Task, own: range) -> tuple[float, float]:
-    """Return :attr:`GroupNeeds.home` and :attr:`GroupNeeds.own_keys` of a task."""
+def _mixed(task: Task, first: int) -> tuple[float, float]:
+    """Return ``home`` and ``own_keys`` of a task, given the first token of its own group."""
+    own = range(first, first + _SIZE)
     blocks = [block for step in task.steps for block in step.blocks()]
 
     def inside(ranges: Iterable[range]) -> int:
@@ -76,5 +79,4 @@ def _mixed(task: Task, own: range) -> tuple[float, float]:
 
     home = [block.queries for block in blocks if len(overlap(block.keys, own)) < len(block.keys)]
     away = [block.keys for block in blocks if not overlap(block.queries, own)]
-    is_mixed = 0 < inside(away) < sum(map(len, away))
-    return inside(join_ranges(home)) / _SIZE, float(is_mixed)
+    return inside(join_ranges(home)) / _SIZE, float(0 < inside(away) < sum(map(len, away)))
