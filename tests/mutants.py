@@ -1416,8 +1416,8 @@ FAULTS = (
     Fault(
         "a task receives its own keys",
         "scheduler/cost_model.py",
-        "there = (needed.queries - 1) * queries, (needed.keys - 1) * keys",
-        "there = (needed.queries - 1) * queries, needed.keys * keys",
+        "received = (needed.keys - 1) * keys + own_keys",
+        "received = needed.keys * keys + own_keys",
         "test_simulation.py::test_traffic_is_that_of_the_layout",
     ),
     Fault(
