@@ -548,8 +548,8 @@ FAULTS = (
     Fault(
         "a task's own group counts twice among its needs",
         "scheduler/group_needs.py",
-        "[sum(of_side) - of_side[index] for",
-        "[sum(of_side) for",
+        "[sum(counts) - counts[index] for",
+        "[sum(counts) for",
         "scheduler/test_group_needs.py::test_needs_are_those_of_tasks",
     ),
     Fault(

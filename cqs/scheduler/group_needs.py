@@ -50,7 +50,7 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
     read = {i: _rows_by_group(plan.task(i), num_tasks) for i in range(0, num_tasks, step)}
     needs = set()
     for index, rows in read.items():
-        there = [sum(of_side) - of_side[index] for of_side in rows]
+        there = [sum(counts) - counts[index] for counts in rows]
         back = [sum(read[i][side][index] for i in read if i != index) for side in (0, 1)]
         mixed = (merged * each for each in _mixed(plan.task(index), index * _SIZE))
         both = (1 + number / _SIZE for number in (*there, *(back if step == 1 else there)))
@@ -60,13 +60,13 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
 
 def _rows_by_group(task: Task, num_groups: int) -> tuple[list[int], list[int]]:
     """Return the numbers of queries, and of keys, that a task reads of every group."""
-    counts = [0] * num_groups, [0] * num_groups
+    sides = [0] * num_groups, [0] * num_groups
     queries = join_ranges(step.queries for step in task.steps)
-    for of_groups, ranges in zip(counts, (queries, task.held_keys), strict=True):
+    for counts, ranges in zip(sides, (queries, task.held_keys), strict=True):
         for tokens in ranges:
             for group in range(tokens.start // _SIZE, -(-tokens.stop // _SIZE)):
-                of_groups[group] += len(overlap(tokens, range(group * _SIZE, (group + 1) * _SIZE)))
-    return counts
+                counts[group] += len(overlap(tokens, range(group * _SIZE, (group + 1) * _SIZE)))
+    return sides
 
 
 def _mixed(task: Task, first: int) -> tuple[float, float]:

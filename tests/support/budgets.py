@@ -38,7 +38,7 @@ BUDGETS = {
     "cqs/worker": Budget(1503, 285, 8),
     "cqs/worker/triton": Budget(3676, 536, 6),
     "cqs/executors": Budget(945, 161, 8),
-    "cqs/executors/distributed": Budget(3611, 299, 22),
+    "cqs/executors/distributed": Budget(3610, 299, 22),
     "cqs/executors/streaming": Budget(1366, 259, 17),
     "cqs/executors/ray": Budget(2812, 375, 17),
     "cqs/integrations": Budget(1630, 277, 15),

@@ -174,7 +174,7 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
                 Round((queries.flows[rank], keys.flows[rank]), receives, returns)
                 for (queries, keys), receives, returns, _ in layout.rounds
             ],
-            (len(of_queries), len(of_keys)),
+            (len(shard), len(key_shard)),
             (head_parallel, min(head_parallel, limit.shape.kv_heads)),
             None if layout.is_bounded else limit.num_turns,
             layout.of_results.flows[rank],
@@ -182,7 +182,7 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
             is_final=layout.is_final,
             with_lse=limit.with_lse,
         )
-        for rank, (of_queries, of_keys) in enumerate(zip(*shards, strict=True))
+        for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
     chunk_shape = replace(limit.shape, num_heads=heads, num_kv_heads=kv_heads)
     num_chunks, passes = len(layout.chunks), PASSES["both" if with_gradients else "forward"]

@@ -27,8 +27,6 @@ from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Tensors of queries, and of keys."""
-_SIDES = slice(0, 1), slice(1, 3)
-"""The tensors of queries, and of keys, among query, key and value."""
 
 
 class ChunkPass(ChunkRounds[Route]):
@@ -327,13 +325,13 @@ class BackwardPass(ChunkPass):
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Add gradients of this rank's shard, or write their sum if they are all there are."""
-        numbers = [number for side in sides for number in range(3)[_SIDES[side]]]
         if not self.layout.is_bounded:
             _add_up(self._gradients(), received, self.layout, self.chunk)
             return
-        for number, tensor in zip(numbers, received, strict=True):
-            parts_of = by_heads(tensor, current.routes[sides[0]], self.chunk.heads[number])
-            for heads, parts in parts_of.items():
+        (side,) = sides  # of query, key and value, keys come after queries
+        for number, tensor in enumerate(received, side):
+            groups = by_heads(tensor, current.routes[side], self.chunk.heads[number])
+            for heads, parts in groups.items():
                 total = self._sums[number][heads][1]
                 for part, rows in parts:
                     total[:, :, rows] += part
@@ -378,15 +376,15 @@ def _place(
         nothing: Value for rows that no rank sent.
         done: Rank whose heads are in the targets already, except the rows received, if any.
     """
-    for target, of_ranks in zip(targets, heads, strict=True):
-        num_rows = dict.fromkeys(of_ranks, 0)
-        for of_heads, number in zip(of_ranks, route.lengths, strict=True):
-            num_rows[of_heads] += number
+    for target, groups in zip(targets, heads, strict=True):
+        num_rows = dict.fromkeys(groups, 0)
+        for group, number in zip(groups, route.lengths, strict=True):
+            num_rows[group] += number
         if done is not None:
-            del num_rows[of_ranks[done]]
-        for of_heads, number in num_rows.items():
+            del num_rows[groups[done]]
+        for group, number in num_rows.items():
             if number < target.shape[2]:
-                _select(target, of_heads).fill_(nothing)
+                _select(target, group).fill_(nothing)
     copy_rows(received, targets, schedule_back(route, tuple(heads)))
 
 
@@ -410,5 +408,5 @@ def _add_up(
         targets, sent = [gradients[n] for n in once], [received[n] for n in once]
         _place(targets, sent, [heads[n] for n in once], route, 0)
         for n in set(chosen).difference(once):
-            for of_heads, parts in by_heads(received[n], route, heads[n]).items():
-                sum_rows(_select(gradients[n], of_heads), parts)
+            for group, parts in by_heads(received[n], route, heads[n]).items():
+                sum_rows(_select(gradients[n], group), parts)
