@@ -90,7 +90,7 @@ def main(since: str) -> int:
     suites = [name for name in SUITES if f"tests/judged/{name}.py" in found]
     faulty = sorted({fault.path for fault in FAULTS if f"cqs/{fault.path}" in changed})
     tests = sorted(filter(is_test, found), key=lambda file: (found[file], file))
-    pytest = ["pytest", "-rs", "-m", "long", "--numprocesses", "2", "--dist", "loadgroup"]
+    pytest = ["pytest", "-rfEs", "-m", "long", "--numprocesses", "2", "--dist", "loadgroup"]
     parts = [
         ["tests.mutants", "--jobs", "2", *faulty],
         ["tests.judged", *suites],
