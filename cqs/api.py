@@ -186,14 +186,14 @@ def attention(
             return known.to_result(return_lse)
     problem = check_problem(
         *autocast(query, key, value),
+        enable_gqa=enable_gqa,
+        attn_mask=attn_mask,
         is_causal=is_causal,
         pattern=pattern,
         scale=scale,
         dropout_p=dropout_p,
         seed=seed,
         scores=scores,
-        attn_mask=attn_mask,
-        enable_gqa=enable_gqa,
     )
     if num_tasks is not None and executor is not None:
         for _, part in problem.parts():

@@ -8,9 +8,9 @@ import operator
 import sys
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -134,14 +134,26 @@ def _is_bool(value: Any) -> bool:
 
 
 def with_advice(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a function raise TypeError with the equivalent of another library's keyword argument."""
-    names = frozenset(signature(function).parameters)  # which torch.compile can read
+    """Make a function raise TypeError for an unknown keyword argument.
+
+    The message gives the equivalent of another library's argument. Keyword arguments that are
+    declared as an unpacked ``TypedDict`` are known by its fields.
+    """
+    names = set[str]()
+    for parameter in signature(function).parameters.values():
+        is_unpacked = parameter.kind == Parameter.VAR_KEYWORD and get_args(parameter.annotation)
+        names |= set(is_unpacked[0].__annotations__ if is_unpacked else [parameter.name])
+    known = frozenset(names)  # which torch.compile can read
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for name in kwargs:
-            if name not in names and name in ADVICE:
+            if name not in known and name in ADVICE:
                 raise TypeError(f"{function.__name__}() does not support {name}: {ADVICE[name]}")
+            if name not in known:
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                )
         return function(*args, **kwargs)
 
     return call

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,30 +16,14 @@ from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
 from cqs.problem.masks import add_mask, check_pattern
+from cqs.problem.options import ProblemOptions
 from cqs.problem.score_terms import ScoreTerms
-from cqs.problem.scores import Scores, check_scores
+from cqs.problem.scores import check_scores
 from cqs.problem.tensors import check_tensor, dense_option
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
-
-
-class ProblemOptions(TypedDict, total=False):
-    """The options of an attention call that define its result."""
-
-    is_causal: bool
-    """Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``."""
-    pattern: Pattern | None
-    """Query-key pairs that attend; ``None`` means all."""
-    scale: float | None
-    """Factor on the scores; ``None`` means ``head_dim ** -0.5``."""
-    dropout_p: float
-    """Probability that an attention weight is zeroed, in [0, 1)."""
-    seed: int | None
-    """Random seed of the dropout mask; ``None`` draws one."""
-    scores: Scores | None
-    """Options of the scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,15 +172,10 @@ def check_problem(
     key: Tensor,
     value: Tensor,
     *,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    scores: Scores | None = None,
     attn_mask: Tensor | None = None,
     enable_gqa: bool = True,
     is_shard: bool = False,
+    **options: Unpack[ProblemOptions],
 ) -> Problem:
     """Validate the arguments of an attention call and fill in defaults (scale, dropout seed).
 
@@ -207,7 +186,6 @@ def check_problem(
 
     The arguments are those of :func:`cqs.attention`; with ``is_shard`` a bias may have the columns
     of a longer sequence.
-
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes, devices or the pattern's lengths do not fit together; ``scale``
@@ -245,23 +223,22 @@ def check_problem(
             f"got {num_kv_heads}"
         )
     sizes = batch, num_heads, query.shape[2], key.shape[2]
+    pattern, scores = options.get("pattern"), options.get("scores")
     if attn_mask is not None:
         attn_mask = dense_option("attn_mask", attn_mask)
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
-    if type(is_causal) is not bool:
-        is_causal = as_bool("is_causal", is_causal)
+    is_causal = as_bool("is_causal", options.get("is_causal", False))
     is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = (each.expand(batch, -1, -1, -1) for each in (query, key, value))
-    if scale is None:
+    if (scale := options.get("scale")) is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    has_dropout = seed is not None or type(dropout_p) is not float or dropout_p
-    dropout = _check_dropout(dropout_p, seed) if has_dropout else None
+    dropout = _check_dropout(options.get("dropout_p", 0.0), options.get("seed"))
     problem = Problem(query, key, value, is_causal, factor, dropout, pattern)
     if scores is None:
         return problem

@@ -25,7 +25,8 @@ from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.ray.tasks.report import as_html
 from cqs.partial import Gradients, Partial
 from cqs.patterns import Pattern
-from cqs.problem import Problem, ProblemOptions, check_problem, draw_seed
+from cqs.problem import Problem, check_problem, draw_seed
+from cqs.problem.options import ProblemOptions
 from cqs.problem.scores import Scores, find_reads
 from cqs.problem.tensors import autocast
 from cqs.scheduler import Kind
