@@ -44,5 +44,5 @@ class AttentionOptions(ProblemOptions, total=False):
 
 def problem_options(options: AttentionOptions) -> ProblemOptions:
     """Return the given options that define the result of a call."""
-    names = ProblemOptions.__annotations__.keys() & options.keys()
-    return cast("ProblemOptions", {name: options[name] for name in names})
+    names = ProblemOptions.__annotations__
+    return cast("ProblemOptions", {name: options[name] for name in options if name in names})
