@@ -45,4 +45,4 @@ class AttentionOptions(ProblemOptions, total=False):
 def problem_options(options: AttentionOptions) -> ProblemOptions:
     """Return the given options that define the result of a call."""
     names = ProblemOptions.__annotations__
-    return cast("ProblemOptions", {name: options[name] for name in options if name in names})
+    return cast("ProblemOptions", {name: value for name, value in options.items() if name in names})
