@@ -21,7 +21,7 @@ from benchmarks.errors import verify_answer
 from benchmarks.options import add_common, add_heads
 from benchmarks.publish import make_row, publish
 from benchmarks.timing import progress_bar, track
-from cqs.distributed import attention
+from cqs.distributed import Strategy, attention
 from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.ray.shards.sharded import Sharded
@@ -280,7 +280,7 @@ def _first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _layers(query: Tensor, key: Tensor, value: Tensor, *, kill: _PlannedKill | None) -> Tensor:
     """Compute layers, alternately with head-parallel degree 1 and with ``"auto"``."""
     for i in range(_NUM_LAYERS):
-        attend = partial(attention, is_causal=True, head_parallel=(1, "auto")[i % 2])
+        attend = partial(attention, is_causal=True, strategy=Strategy((1, "auto")[i % 2]))
         if kill is not None and kill.layer == i and os.getpid() in kill.pids:
             owner, name = _PARTS[kill.part]
             with patch.object(owner, name, _make_fatal(kill.part, getattr(owner, name))):

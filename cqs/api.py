@@ -1,21 +1,20 @@
-"""``cqs.attention``: exact attention on one device or on a Ray cluster."""
+"""``cqs.attention``: exact attention on one device."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cqs.arguments import with_advice
 from cqs.executors import local_operator
-from cqs.executors.contract import PlanExecutor, attend, check_progress
+from cqs.executors.contract import attend
 from cqs.executors.known_calls import attend_known
 from cqs.executors.local import LocalExecutor
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
-from cqs.problem import check_problem
+from cqs.problem import Problem, check_problem
 from cqs.problem.masks import add_mask
 from cqs.problem.scores import Scores, take_apart
 from cqs.problem.tensors import autocast
@@ -23,14 +22,9 @@ from cqs.scheduler import Kind
 from cqs.uncompiled import replaced_in_graphs
 from cqs.worker.backends import check_backend_name
 
-if TYPE_CHECKING:
-    from cqs.executors.ray import Cluster
-
-AnyExecutor: TypeAlias = "str | Cluster | None"
-"""The argument ``executor`` of :func:`attention`."""
+_EXECUTOR = LocalExecutor()
 
 
-@with_advice
 def _attention_in_graph(
     query: Tensor,
     key: Tensor,
@@ -39,24 +33,14 @@ def _attention_in_graph(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
     enable_gqa: bool = True,
-    pattern: Pattern | None = None,
-    seed: int | None = None,
-    scores: Scores | None = None,
-    num_tasks: int | None = None,
-    plan: Kind | str | None = None,
-    backend: str | None = None,
-    executor: AnyExecutor = None,
-    return_lse: bool = False,
-    verify: bool = False,
-    progress: bool | Callable[[int, int], None] = False,
+    **options: Any,
 ) -> Any:
-    """Call an operator in place of :func:`attention`; Ray has none."""
-    if executor not in (None, "local") or callable(progress):
-        return NotImplemented
+    """Call an operator in place of :func:`attention`."""
     if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
         return NotImplemented  # an error
+    pattern, scores = options.get("pattern"), options.get("scores")
+    verify = options.get("verify", False)
     query, key, value = autocast(query, key, value)
     if attn_mask is not None:
         if query.ndim != 4 or key.ndim != 4:
@@ -64,20 +48,20 @@ def _attention_in_graph(
         batch = max(query.shape[0], key.shape[0], value.shape[0])
         sizes = batch, *query.shape[1:3], key.shape[2]
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
-    is_dense = pattern is None and not (dropout_p or verify or progress)
+    is_dense = pattern is None and not (dropout_p or verify)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
-    of_scores, softcap, bias_requires_grad, is_eager = take_apart(scores)
+    tensors, softcap, bias_requires_grad, is_eager = take_apart(scores)
     if is_eager:
         return NotImplemented
-    handles = *of_scores, handle_of(pattern), seed_of(dropout_p, seed)
-    of_problem = is_causal, scale, softcap, bias_requires_grad, dropout_p
-    of_call = num_tasks, plan_text(plan), backend, verify, progress
-    output, lse = operator(query, key, value, *handles, *of_problem, *of_call)
-    return AttentionOutput(output, lse) if return_lse else output
+    handles = *tensors, handle_of(pattern), seed_of(dropout_p, options.get("seed"))
+    values = is_causal, options.get("scale"), softcap, bias_requires_grad, dropout_p
+    choices = options.get("num_tasks"), plan_text(options.get("plan")), options.get("backend")
+    output, lse = operator(query, key, value, *handles, *values, *choices, verify)
+    return AttentionOutput(output, lse) if options.get("return_lse", False) else output
 
 
-@replaced_in_graphs(_attention_in_graph, torch._C._len_torch_dispatch_stack)
 @with_advice
+@replaced_in_graphs(_attention_in_graph, torch._C._len_torch_dispatch_stack)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -94,10 +78,8 @@ def attention(
     num_tasks: int | None = None,
     plan: Kind | str | None = None,
     backend: str | None = None,
-    executor: AnyExecutor = None,
     return_lse: bool = False,
     verify: bool = False,
-    progress: bool | Callable[[int, int], None] = False,
 ) -> Tensor | AttentionOutput:
     """Compute exact attention as ``num_tasks`` independent tasks.
 
@@ -141,18 +123,13 @@ def attention(
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
         scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
-        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        num_tasks: Number of tasks; ``None`` means one.
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"``, ``"flex"`` or ``"reference"``;
             ``None`` selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the
             call. A named backend never falls back to another; it raises.
-        executor: ``None`` or ``"local"`` computes in this process, a :class:`cqs.Cluster` on its
-            workers, and ``"ray"`` on a cluster that is started for this call (takes seconds), and
-            again for its backward pass.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
-        progress: True draws a progress bar. A function is called as ``progress(pairs_done,
-            pairs_total)``, live pairs of all heads.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of
@@ -162,8 +139,8 @@ def attention(
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes, devices or options do not fit together.
-        NotImplementedError: No backend, or not the named one, supports the call; or the executor is
-            ``"ray"`` and Ray is not installed. The message gives the reason.
+        NotImplementedError: No backend, or not the named one, supports the call. The message gives
+            the reason.
         torch.OutOfMemoryError: The GPU has too little memory; the message proposes a remedy.
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
 
@@ -177,17 +154,15 @@ def attention(
     """
     if backend is not None:
         check_backend_name(backend)
-    if progress is not False:
-        check_progress(progress)
-    has_defaults = attn_mask is seed is scores is num_tasks is plan is executor is None
-    if has_defaults and type(dropout_p) is float and not (dropout_p or verify or progress):
+    has_defaults = attn_mask is seed is scores is num_tasks is plan is None
+    if has_defaults and type(dropout_p) is float and not (dropout_p or verify):
         known = attend_known(query, key, value, is_causal, scale, pattern, enable_gqa, backend)
         if known is not None:
             return known.to_result(return_lse)
     problem = check_problem(
         *autocast(query, key, value),
-        enable_gqa=enable_gqa,
         attn_mask=attn_mask,
+        enable_gqa=enable_gqa,
         is_causal=is_causal,
         pattern=pattern,
         scale=scale,
@@ -195,35 +170,7 @@ def attention(
         seed=seed,
         scores=scores,
     )
-    if num_tasks is not None and executor is not None:
-        for _, part in problem.parts():
-            part.make_plan(num_tasks, plan)  # reports wrong options before Ray starts
-    with open_executor(executor) as opened:
-        number = opened.choose_num_tasks(problem) if num_tasks is None else num_tasks
-        answer = attend(
-            opened,
-            problem,
-            lambda part: part.make_plan(number, plan),
-            backend=backend,
-            verify=verify,
-            progress=progress,
-        )
+    number = 1 if num_tasks is None else num_tasks
+    make_plan = partial(Problem.make_plan, num_tasks=number, kind=plan)
+    answer = attend(_EXECUTOR, problem, make_plan, backend=backend, verify=verify)
     return answer.to_result(return_lse)
-
-
-_LOCAL = nullcontext(LocalExecutor())
-
-
-def open_executor(executor: AnyExecutor) -> AbstractContextManager[PlanExecutor]:
-    """Return a context manager of an executor, given the argument of :func:`attention`."""
-    if executor is None or executor == "local":
-        return _LOCAL
-    if isinstance(executor, str) and executor != "ray":
-        raise ValueError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    from cqs.executors.ray import Cluster, one_call_executor
-
-    if isinstance(executor, str):
-        return one_call_executor()
-    if not isinstance(executor, Cluster):
-        raise TypeError(f"executor must be 'local', 'ray', a Cluster or None, got {executor!r}")
-    return nullcontext(executor.make_executor())

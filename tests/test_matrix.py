@@ -18,6 +18,7 @@ from programs import as_dtensor, within
 from score_cases import Drawn, expected, factors_of, gradient_of_output
 from support.bitwise import digest
 from support.exact import assert_tracks_exact
+from support.options import grouped
 from torch.distributed.tensor import DTensor
 
 import cqs
@@ -220,7 +221,7 @@ def by_ray(cluster, executor):
         if executor == "Ray tasks, `submit`":
             return cluster.submit(*tensors, **options).result()
         if executor == "Ray shards":
-            return cluster.attention(cluster.shard(*tensors), **options).to_local()
+            return cluster.attention(cluster.shard(*tensors), **grouped(options)).to_local()
         return cluster.attention(*tensors, **options)
 
     return attend
@@ -290,11 +291,11 @@ def check_rank(group, call):
         of_call |= {"scores": scores}
         options |= of_call | {"joint_position": position, "group": group}
         if call["kind"] == "prepared":
-            seed = {"seed": options.pop("seed")}
-            return cqs.distributed.prepare(*shards, **options)(*shards, **of_call, **seed)
+            of_call |= {"seed": options.pop("seed"), "joint_position": position}
+            return cqs.distributed.prepare(*shards, **grouped(options))(*shards, **grouped(of_call))
         if call["kind"] == "DTensor":
             shards = [as_dtensor(shard, group) for shard in shards]
-        found = cqs.distributed.attention(*shards, **options)
+        found = cqs.distributed.attention(*shards, **grouped(options))
         if not call["return_lse"]:
             return found.to_local() if isinstance(found, DTensor) else found
         return [each.to_local() if isinstance(each, DTensor) else each for each in found]
@@ -341,7 +342,12 @@ def test_holes_raise_without_ray(ranks):
 
 
 def holes_raise_on_rank(group):
-    raises_for_every_hole("ranks", partial(cqs.distributed.attention, group=group))
+    raises_for_every_hole(
+        "ranks",
+        lambda *tensors, **options: cqs.distributed.attention(
+            *tensors, **grouped(options), group=group
+        ),
+    )
 
 
 @pytest.mark.ray

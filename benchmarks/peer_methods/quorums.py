@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cqs.distributed
 from benchmarks.peer_methods.differentiable import Differentiable
+from cqs.distributed import Strategy
 from cqs.problem import Problem
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict_ring
@@ -40,6 +41,7 @@ class Cqs(Differentiable):
         return (range(first, stop),)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        limit = self._ring_bytes(query, key) if self.is_limited else None
         output = cqs.distributed.attention(
             query,
             key,
@@ -47,8 +49,7 @@ class Cqs(Differentiable):
             group=self.group,
             is_causal=self.is_causal,
             scale=self.worker.scale,
-            head_parallel=self.head_parallel,
-            max_bytes=self._ring_bytes(query, key) if self.is_limited else None,
+            strategy=Strategy(self.head_parallel, max_bytes=limit),
             backend=self.worker.backend,
         )
         assert isinstance(output, Tensor)

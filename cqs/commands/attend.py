@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import cqs.streaming
-from cqs.api import open_executor
 from cqs.commands.options import add_causal, note_idle, note_start, parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
-from cqs.executors.contract import Planned, attend
+from cqs.executors.contract import PlanExecutor, Planned, attend
+from cqs.executors.local import LocalExecutor
 from cqs.executors.streaming.attention import choose_device_and_backend
 from cqs.executors.streaming.checkpoint import FILES, WorkingDirectory
 from cqs.executors.streaming.sources import InFile, Shape
@@ -100,9 +100,10 @@ def _attend_mapped(
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
         if options.lse is not None:
             lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
+        opened: PlanExecutor = LocalExecutor()
         if options.executor == "ray":
             note_start()
-        opened = files.enter_context(open_executor(options.executor))
+            opened = files.enter_context(cqs.Cluster()).make_executor()
         number = options.num_tasks or opened.choose_num_tasks(problem)
         note_idle(number, max(inputs[0].shape[2], inputs[1].shape[2]))
         attend(

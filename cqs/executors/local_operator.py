@@ -42,7 +42,6 @@ class Options(NamedTuple):
     """Text of the kind, see :func:`cqs.executors.operators.plan_text`."""
     backend: str | None
     verify: bool
-    progress: bool
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Return the checked problem."""
@@ -68,7 +67,7 @@ class Options(NamedTuple):
 
 _SCHEMA = (
     "bool is_causal, float? scale, float? softcap, bool bias_requires_grad, float dropout_p, "
-    "int? num_tasks, str? plan, str? backend, bool verify, bool progress"
+    "int? num_tasks, str? plan, str? backend, bool verify"
 )
 
 
@@ -83,7 +82,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Partial
             chosen.make_plan,
             backend=chosen.backend,
             verify=chosen.verify,
-            progress=chosen.progress,
         )
 
 
@@ -137,4 +135,4 @@ def _differentiate(
 
 attention = define_attention("attention", _SCHEMA, _attend, _check, _differentiate, HOST_TAGS)
 dense_attention = define_attention("dense_attention", _SCHEMA, _attend, _check, _differentiate)
-"""The same without pattern, dropout, verification and progress; CUDA graphs may replay it."""
+"""The same without pattern, dropout and verification; CUDA graphs may replay it."""

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cqs.api import AnyExecutor, attention
+from cqs.api import attention
 from cqs.arguments import with_advice
 from cqs.partial import AttentionOutput
 from cqs.patterns.masks import read_block_mask
@@ -32,7 +32,6 @@ def flex_attention(
     return_aux: "AuxRequest | None" = None,
     num_tasks: int | None = None,
     backend: str | None = None,
-    executor: AnyExecutor = None,
 ) -> "Tensor | AttentionOutput | tuple[Tensor, AuxOutput]":
     """Compute ``torch.nn.attention.flex_attention.flex_attention`` as independent tasks.
 
@@ -57,9 +56,8 @@ def flex_attention(
             change results.
         return_aux: A request for the log-sum-exp in PyTorch's newer form. ``max_scores`` is not
             supported.
-        num_tasks: Number of tasks; ``None`` means one (local) or one per worker (Ray).
+        num_tasks: Number of tasks; ``None`` means one.
         backend: Backend name, as in :func:`cqs.attention`.
-        executor: Executor, as in :func:`cqs.attention`.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query``. With
@@ -103,7 +101,6 @@ def flex_attention(
         scores=None if score_mod is None else Scores(score_mod=score_mod),
         num_tasks=num_tasks,
         backend=backend,
-        executor=executor,
         return_lse=return_lse or (return_aux is not None and return_aux.lse),
     )
     if return_aux is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from cqs import api
-from cqs.api import AnyExecutor
 from cqs.partial import lse_dtype
 from cqs.patterns import Pattern, acsr, from_mask, per_head, sliding_window
 from cqs.problem import check_problem
 from cqs.problem.scores import Scores
+
+if TYPE_CHECKING:
+    from cqs.executors.ray import Cluster
 
 _Forward = Callable[..., tuple[Tensor, Tensor]]
 
@@ -36,7 +38,7 @@ def attention(
     pattern: Pattern | None = None,
     num_tasks: int | None = None,
     backend: str | None = None,
-    executor: AnyExecutor = None,
+    cluster: "Cluster | None" = None,
 ) -> Any:
     """Compute attention with the signature of ``jax.nn.dot_product_attention``.
 
@@ -70,7 +72,7 @@ def attention(
         pattern: Pattern of :mod:`cqs.patterns`, intersected with the other masks.
         num_tasks: Number of tasks, see :func:`cqs.attention`.
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
-        executor: ``None``, ``"local"``, ``"ray"`` or a cluster, see :func:`cqs.attention`.
+        cluster: A :class:`cqs.Cluster` whose workers compute; ``None`` computes in this process.
 
     Returns:
         ``[batch, seqlen_q, num_heads, value_dim]`` in the dtype of ``query``; without the batch
@@ -110,9 +112,8 @@ def attention(
         pattern = pattern & _band(None, 0, *lengths)
     if local_window_size is not None:
         pattern = pattern & _band(*local_window_size, *lengths)
-    compute = partial(
-        api.attention, scale=scale, num_tasks=num_tasks, backend=backend, executor=executor
-    )
+    attend: Callable[..., Any] = api.attention if cluster is None else cluster.attention
+    compute = partial(attend, scale=scale, num_tasks=num_tasks, backend=backend)
     limits = mask, query_seq_lengths, key_value_seq_lengths
     operands = (query, key, value) if bias is None else (query, key, value, bias)
     output, lse = _attend(partial(_forward, compute, pattern), operands, limits)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cqs.distributed
-from cqs.api import AnyExecutor, attention
+from cqs.api import attention
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.integrations import graph_masks, masks, own_attention
 from cqs.integrations.pattern_mask import KnownMask, MaskSource, PatternMask, as_added
@@ -33,7 +33,7 @@ _NOT_SHARDED = ("indices", "output_attentions", "position_bias")
 def register(
     name: str = "cqs",
     *,
-    executor: AnyExecutor = None,
+    cluster: "cqs.Cluster | None" = None,
     group: "dist.ProcessGroup | None" = None,
     num_tasks: int | None = None,
     backend: str | None = None,
@@ -58,8 +58,8 @@ def register(
     Args:
         name: Name to register; it replaces an earlier registration of the same name. Several names
             may be registered.
-        executor: ``None``, ``"local"``, ``"ray"`` or a :class:`cqs.Cluster` that computes every
-            layer, see :func:`cqs.attention`.
+        cluster: A :class:`cqs.Cluster` whose workers compute every layer; ``None`` computes in this
+            process.
         group: Process group for context parallelism, such as ``torch.distributed.group.WORLD``.
             Each rank calls the model with its contiguous shard of every sequence, see
             :func:`cqs.distributed.attention`, with its ``position_ids`` in the whole sequence, and
@@ -71,7 +71,7 @@ def register(
 
     Raises:
         ImportError: transformers is not installed, or has no ``AttentionInterface``.
-        ValueError: ``group`` is given together with ``executor`` or ``num_tasks``.
+        ValueError: ``group`` is given together with ``cluster`` or ``num_tasks``.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -88,20 +88,21 @@ def register(
         message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
         raise ImportError(message) from error
     check_backend_name(backend)
-    if group is not None and not executor is num_tasks is None:
+    if group is not None and not cluster is num_tasks is None:
         raise ValueError(
-            "executor and num_tasks must be None with a process group, "
-            f"got {executor!r} and {num_tasks!r}"
+            "cluster and num_tasks must be None with a process group, "
+            f"got {cluster!r} and {num_tasks!r}"
         )
     compute: Callable[..., Any] = partial(cqs.distributed.attention, group=group, backend=backend)
     if group is None:
-        compute = partial(attention, executor=executor, num_tasks=num_tasks, backend=backend)
+        local: Callable[..., Any] = attention if cluster is None else cluster.attention
+        compute = partial(local, num_tasks=num_tasks, backend=backend)
     implementation = _Implementation(compute, sdpa_mask, group)
     attend, mask = (
         implementation.attend,
         replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask),
     )
-    if group is not None or executor not in (None, "local"):
+    if not group is cluster is None:
         attend, mask = uncompiled(attend), uncompiled(implementation.mask)
     make_mask: Callable[..., Tensor] = mask
     if group is None:

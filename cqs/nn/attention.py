@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cqs.api import attention as attend
 from cqs.arguments import as_integer, to_float
+from cqs.distributed import Strategy
 from cqs.distributed import attention as attend_shards
 from cqs.nn.mesh import check_divisible, gather
 from cqs.patterns import Pattern, per_head
@@ -86,7 +87,8 @@ class SelfAttention(nn.Module):
         compute: Callable[..., Any] = attend
         if self.mesh is not None:
             group = self.mesh.get_group("sequence")
-            compute = partial(attend_shards, group=group, head_parallel=self.head_parallel)
+            strategy = Strategy(head_parallel=self.head_parallel)
+            compute = partial(attend_shards, group=group, strategy=strategy)
         output = compute(*heads, is_causal=self.is_causal, pattern=pattern)
         assert isinstance(output, Tensor)
         return self.merge(output)

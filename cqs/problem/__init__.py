@@ -186,6 +186,7 @@ def check_problem(
 
     The arguments are those of :func:`cqs.attention`; with ``is_shard`` a bias may have the columns
     of a longer sequence.
+
     Raises:
         TypeError: An argument has the wrong type, or the tensors an unsupported dtype.
         ValueError: Shapes, dtypes, devices or the pattern's lengths do not fit together; ``scale``

@@ -46,12 +46,12 @@ def submit(cluster, problem, **options):
 def test_results_are_bitwise_identical_for_any_number_of_actors(ray_session, cluster):
     problem, one = CASES[3].make(), np.int64(1)
     before = [tensor.clone() for tensor in tensors_of(problem)]
-    expected = attend(problem, executor=cluster, num_tasks=8)
+    expected = attend(problem, cluster.attention, num_tasks=8)
     options = {"stall_timeout": np.float32(60), "max_attempts": np.uint8(2)}
     with cqs.Cluster(one, use_gpus=np.False_, cpus_per_worker=one, **options) as single:
         assert len(single.pids) == 1
-        assert are_equal(attend(problem, executor=single, num_tasks=np.int64(8)), expected)
-    assert are_equal(attend(problem, executor=cluster, num_tasks=8), expected)
+        assert are_equal(attend(problem, single.attention, num_tasks=np.int64(8)), expected)
+    assert are_equal(attend(problem, cluster.attention, num_tasks=8), expected)
     assert are_equal(tensors_of(problem), before), "inputs are only read"
 
 
@@ -122,12 +122,12 @@ def test_each_token_is_put_once(cluster, ray_session, monkeypatch):
     puts, put = [], ray_session.put
     monkeypatch.setattr(ray_session, "put", lambda value: puts.append(value) or put(value))
     problem = CASES[0].make()
-    expected = attend(problem, executor=cluster, num_tasks=7)
+    expected = attend(problem, cluster.attention, num_tasks=7)
     assert len(puts) == 2, "queries, keys with values"
     puts.clear()
     with monkeypatch.context() as patched:
         patched.setattr(cluster._pool, "store_bytes", 0)
-        assert are_equal(attend(problem, executor=cluster, num_tasks=7), expected)
+        assert are_equal(attend(problem, cluster.attention, num_tasks=7), expected)
     assert len(puts) == 14, "seven groups of queries, seven of keys and values"
 
 
@@ -139,7 +139,7 @@ def test_autocast_casts_what_it_casts_for_sdpa(cluster):
     with torch.autocast("cpu", torch.bfloat16):
         found = cluster.attention(*mixed), cluster.attention(cluster.shard(*mixed)).to_local()
         assert torch.equal(cluster.submit(*mixed).result(), expected[0])
-        assert torch.equal(cqs.attention(*mixed, executor=cluster), expected[0])
+        assert torch.equal(cluster.attention(*mixed), expected[0])
     assert are_equal(found, expected)
 
 
@@ -152,7 +152,7 @@ def test_empty_problems_need_no_actor(cluster):
     assert cluster.attention(query[:0], query[:0], query[:0]).shape == query[:0].shape
     without_pairs = sliding_window(0, 0) - sliding_window(0, 0)
     problem = replace(PER_HEAD, pattern=without_pairs).make()
-    output, lse = attend(problem, executor=cluster, num_tasks=7)
+    output, lse = attend(problem, cluster.attention, num_tasks=7)
     assert not output.any() and (lse == -torch.inf).all()
     leaves = [tensor.requires_grad_() for tensor in tensors_of(problem)]
     output = cluster.attention(*leaves, pattern=without_pairs, num_tasks=7)
@@ -307,8 +307,6 @@ def test_missing_ray_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(NotImplementedError, match=r"pip install 'ray\[client\]'"):
         cqs.Cluster(num_workers=1)
-    with pytest.raises(NotImplementedError, match="Ray"):
-        attend(CASES[0].make(), executor="ray")
 
 
 @pytest.mark.parametrize(
@@ -327,24 +325,6 @@ def test_missing_ray_is_named(monkeypatch):
 def test_views_with_unusual_strides_and_lazy_signs_are_sent(tensor):
     received = Blob(tensor).tensor()
     assert received.shape == tensor.shape and torch.equal(received, tensor)
-
-
-def test_private_clusters_serve_all_heads_and_start_again_for_gradients(ray_session, monkeypatch):
-    started, start = [], cqs.Cluster.__init__
-    monkeypatch.setattr(
-        cqs.Cluster, "__init__", lambda self: started.append(1) or start(self, 1, use_gpus=False)
-    )
-    problem = PER_HEAD.make()
-    expected = attend(problem, num_tasks=2)
-    torch.testing.assert_close(attend(problem, executor="ray", num_tasks=2), expected)
-    assert len(started) == 1
-    leaves = [tensor.requires_grad_() for tensor in tensors_of(problem)]
-    ray, local = (
-        torch.autograd.grad(cqs.attention(*leaves, **options).sum(), leaves)
-        for options in ({"executor": "ray", "num_tasks": 3}, {})
-    )
-    torch.testing.assert_close(ray, local)
-    assert len(started) == 3
 
 
 @pytest.mark.parametrize(

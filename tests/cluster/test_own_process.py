@@ -210,7 +210,7 @@ def test_the_directory_of_a_killed_process_is_removed_and_no_other(short_folder)
 
 
 def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
-    """By ``executor="ray"``, and by a cluster."""
+    """Twice: libraries keep some descriptors from their first use on."""
     script = """
         import cqs, glob, os, ray, tempfile, torch
 
@@ -232,7 +232,8 @@ def test_opening_and_closing_leaves_nothing_behind(tmp_path, short_folder):
             }
 
         query, key, value = (torch.randn(1, 2, 50, 8) for _ in range(3))
-        output = cqs.attention(query, key, value, num_tasks=7, executor="ray")
+        with cqs.Cluster() as cluster:
+            output = cluster.attention(query, key, value, num_tasks=7)
         assert torch.allclose(output, cqs.attention(query, key, value), atol=1e-5)
         assert not ray.is_initialized()
         before = held()
@@ -401,7 +402,6 @@ def test_a_second_cluster_raises_until_the_first_is_closed(tmp_path):
         for second in (
             lambda: cqs.Cluster(num_workers=1),
             lambda: cqs.Cluster(num_workers=1, address="auto"),
-            lambda: cqs.attention(*tensors, executor="ray"),
         ):
             try:
                 second()

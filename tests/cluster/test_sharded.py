@@ -18,6 +18,7 @@ from calls import cluster_of, notice_stalls_after, tensors_of
 
 import cqs
 from benchmarks.cases import Case
+from cqs.distributed import Strategy
 from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
@@ -193,6 +194,10 @@ def test_wrong_arguments_are_named(cluster, pair):
     """Options that no cluster has are refused in test_matrix.py."""
     sharded, (query, key, _) = cluster.make_sharded(make), whole()
     single, attend = cluster.attention(sharded), partial(cluster.attention, sharded)
+
+    def limited(max_bytes):
+        return attend(strategy=Strategy(max_bytes=max_bytes))
+
     ones, of_pair = torch.ones(3), pair.make_sharded(make)
     wrong = [
         (lambda: cluster.shard(), TypeError, "one tensor or several"),
@@ -220,12 +225,16 @@ def test_wrong_arguments_are_named(cluster, pair):
         (lambda: cluster.attention(single), ValueError, "query, key and value, got 1 tensors"),
         (lambda: cluster.attention(query), TypeError, "key and value must be"),
         (lambda: attend(verify=1), TypeError, "verify must be a bool, got 1"),
-        (lambda: attend(max_bytes=0), ValueError, "max_bytes .* got 0"),
-        (lambda: attend(max_bytes=100), ValueError, "max_bytes must be at least [0-9]+ .* got 100"),
+        (lambda: attend(strategy=Strategy(max_bytes=0)), ValueError, "max_bytes .* got 0"),
+        (
+            lambda: attend(strategy=Strategy(max_bytes=100)),
+            ValueError,
+            "max_bytes must be at least [0-9]+ .* got 100",
+        ),
         (lambda: attend(scale="a"), TypeError, "scale must be a number"),
         (lambda: attend(backend="fast"), ValueError, "backend must be"),
         (lambda: attend(backend="cudnn"), NotImplementedError, "CUDA"),
-        (lambda: attend(head_parallel=3), ValueError, "head_parallel must be .* got 3"),
+        (lambda: attend(strategy=Strategy(3)), ValueError, "head_parallel must be .* got 3"),
     ]
     for call, error, message in wrong:
         with pytest.raises(error, match=message):

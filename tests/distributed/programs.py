@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.exact import assert_tracks_exact, eager_output, exact_answer
+from support.options import grouped
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -111,7 +112,9 @@ class ShardedProblem:
         return [*self.tensors, *self.joint.values()]
 
     def attend(self, **options):
-        return cqs.distributed.attention(*self.tensors, **self.joint, **self.arguments, **options)
+        return cqs.distributed.attention(
+            *self.tensors, **grouped(self.joint | self.arguments | options)
+        )
 
     def gradients(self, output, **options):
         """Return the gradients of shards, and the sums of those of joint tokens over all ranks."""
@@ -250,7 +253,7 @@ def complaint(group, of_rank, changed, options, rows=8, device="cpu"):
 
 
 def attend(group, tensors, options):
-    return cqs.distributed.attention(*tensors, group=group, **options)
+    return cqs.distributed.attention(*tensors, group=group, **grouped(options))
 
 
 def as_dtensor(tensor, group):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import raised
+from support.options import grouped
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.library import opcheck
@@ -74,7 +75,8 @@ def compile_whole(function):
 
 def layer(*tensors, **options):
     (query, key, value), joint = with_names(tensors)
-    found = cqs.distributed.attention(query.sin(), key * 2, value, **joint, **options)
+    options = grouped(joint | options)
+    found = cqs.distributed.attention(query.sin(), key * 2, value, **options)
     return (found[0].cos(), found[1]) if options.get("return_lse") else found.cos()
 
 
@@ -135,7 +137,7 @@ def compare_in_autocast(group, num_joint):
 
     def call_with_names(function, *tensors, **options):
         shards, joint = with_names(tensors)
-        return function(*shards, **joint, **options)
+        return function(*shards, **grouped(joint | options))
 
     attend = partial(call_with_names, cqs.distributed.attention, group=group)
     cast = [each.bfloat16() for each in tensors]

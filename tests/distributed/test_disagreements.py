@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import fail_in_computation, random_cuts
+from support.options import grouped
 
 import cqs.distributed
 from cqs.patterns import sliding_window
@@ -204,10 +205,12 @@ def run_forward(group, program, number, kind):
             fail_in_computation(patch)
         if call.is_prepared and not kind:
             seed = options.pop("seed", None)
-            answer = cqs.distributed.prepare(*shards, group=group, **options)(*shards, seed=seed)
+            answer = cqs.distributed.prepare(*shards, group=group, **grouped(options))(
+                *shards, seed=seed
+            )
             options["seed"] = seed
         else:
-            answer = cqs.distributed.attention(*shards, group=group, **options)
+            answer = cqs.distributed.attention(*shards, group=group, **grouped(options))
     output = answer.output if isinstance(answer, tuple) else answer
     known = {"is_causal", "pattern", "scale", "dropout_p", "seed", "backend"}
     expected = cqs.attention(*whole, **{k: v for k, v in options.items() if k in known})

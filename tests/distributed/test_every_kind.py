@@ -11,6 +11,7 @@ from random_problems import kinds_of, random_case, random_problems
 
 import cqs.distributed
 from benchmarks.cases import Case
+from cqs.distributed import Strategy
 from cqs.executors.distributed import layout, prepared, probe
 from cqs.executors.distributed.probe import Links
 from cqs.executors.distributed.transport import transports
@@ -119,7 +120,7 @@ def call_on_hosts(group, hosts, links=None):
         patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
         layout.lay_out.cache_clear()
         tensors = [torch.randn(1, heads, 20, 8) for heads in (4, 1, 1)]
-        cqs.distributed.attention(*tensors, group=group, links=links)
+        cqs.distributed.attention(*tensors, group=group, strategy=Strategy(links=links))
         (chosen,), measured = choices, list(calls)
         assert chosen[0] == transports.ranks_per_host(group)
         return chosen, measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]

@@ -8,11 +8,13 @@ import torch.distributed as dist
 from programs import NAMES, count_bytes, cut, largest_errors, raised
 from sparse_cases import NAMES as PATTERN_NAMES
 from sparse_cases import with_pattern
+from support.options import grouped
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cqs
 from benchmarks.cases import Case
+from cqs.distributed import JointTokens
 from cqs.scheduler.head_groups import possible_head_parallel
 
 pytestmark = pytest.mark.slow
@@ -56,7 +58,9 @@ def joint_bytes_sent(group, number):
     tensors = [torch.randn(1, 2, 20, 8).requires_grad_() for _ in range(3)]
     joint = {name: torch.ones(1, 2, number, 8) for name in JOINT_NAMES}
     with count_bytes() as sent:
-        output = cqs.distributed.attention(*tensors, **joint, group=group, head_parallel=1)
+        output = cqs.distributed.attention(
+            *tensors, **grouped(joint | {"head_parallel": 1}), group=group
+        )
         output.sum().backward()
     return sum(sent)
 
@@ -77,16 +81,14 @@ def joint_dtensors(group):
     whole = [torch.randn(2, 2, 13, 8, generator=generator) for _ in range(3)]
     joint = [torch.randn(1, 2, 5, 8, generator=generator).requires_grad_() for _ in range(3)]
     shards = [each.chunk(dist.get_world_size(group), dim=2)[rank] for each in whole]
-    expected = cqs.distributed.attention(
-        *shards, group=group, **dict(zip(JOINT_NAMES, joint, strict=True))
-    )
+    expected = cqs.distributed.attention(*shards, group=group, joint=JointTokens(*joint))
     shares = torch.autograd.grad(expected.square().sum(), joint)
     for share in shares:
         dist.all_reduce(share, group=group)
     copies = [DTensor.from_local(each.detach(), mesh, [Replicate()]) for each in joint]
     copies = [each.requires_grad_() for each in copies]
     sharded = [distribute_tensor(each, mesh, [Shard(2)]) for each in whole]
-    output = cqs.distributed.attention(*sharded, **dict(zip(JOINT_NAMES, copies, strict=True)))
+    output = cqs.distributed.attention(*sharded, joint=JointTokens(*copies))
     gradients = torch.autograd.grad(output.square().sum(), copies)
     pairs = zip(gradients, shares, strict=True)
     return torch.equal(output, expected) and all(torch.equal(a.full_tensor(), b) for a, b in pairs)
@@ -106,7 +108,7 @@ def attend_changed(group, changed):
     """Attend with three joint tokens, of which rank 1 changes some arguments."""
     tensors = [torch.randn(2, heads, 8, 16) for heads in (4, 2, 2)]
     joint = joint_tensors(3) | (changed if dist.get_rank(group) == 1 else {})
-    cqs.distributed.attention(*tensors, group=group, **joint)
+    cqs.distributed.attention(*tensors, group=group, **grouped(joint))
 
 
 FEWER = joint_tensors(2)
@@ -133,18 +135,18 @@ def query(*shape, **options):
 
 
 BAD = {
-    "position": ({"joint_position": "middle"}, ValueError, "joint_position .*'middle'"),
-    "key-alone": ({"joint_value": None}, ValueError, "joint_value=None"),
-    "value-alone": ({"joint_key": None}, ValueError, "joint_key=None"),
-    "lengths": ({"joint_key": FEWER["joint_key"]}, ValueError, "joint_value .*joint_key, 2, got 3"),
-    "heads": (query(2, 2, 3, 16), ValueError, r"joint_query .*\[2, 2, 3, 16\]"),
-    "head_dim": (query(2, 4, 3, 8), ValueError, r"joint_query .*\[2, 4, 3, 8\]"),
-    "batch": (query(3, 4, 3, 16), ValueError, "joint_query must be .2 or 1,"),
-    "dtype": (query(2, 4, 3, 16, dtype=torch.float64), ValueError, "joint_query .*dtype .*float64"),
-    "device": (query(2, 4, 3, 16, device="meta"), ValueError, "joint_query .*device .*meta"),
-    "dimensions": (query(4, 3, 16), ValueError, r"joint_query .*\[4, 3, 16\]"),
-    "type": ({"joint_query": [1.0]}, TypeError, "joint_query .* got list"),
-    "sparse": ({"joint_query": torch.zeros(2, 4, 3, 16).to_sparse()}, ValueError, "joint_query .*"),
+    "position": ({"joint_position": "middle"}, ValueError, "joint.position .*'middle'"),
+    "key-alone": ({"joint_value": None}, ValueError, "joint.value=None"),
+    "value-alone": ({"joint_key": None}, ValueError, "joint.key=None"),
+    "lengths": ({"joint_key": FEWER["joint_key"]}, ValueError, "joint.value .*joint.key, 2, got 3"),
+    "heads": (query(2, 2, 3, 16), ValueError, r"joint.query .*\[2, 2, 3, 16\]"),
+    "head_dim": (query(2, 4, 3, 8), ValueError, r"joint.query .*\[2, 4, 3, 8\]"),
+    "batch": (query(3, 4, 3, 16), ValueError, "joint.query must be .2 or 1,"),
+    "dtype": (query(2, 4, 3, 16, dtype=torch.float64), ValueError, "joint.query .*dtype .*float64"),
+    "device": (query(2, 4, 3, 16, device="meta"), ValueError, "joint.query .*device .*meta"),
+    "dimensions": (query(4, 3, 16), ValueError, r"joint.query .*\[4, 3, 16\]"),
+    "type": ({"joint_query": [1.0]}, TypeError, "joint.query .* got list"),
+    "sparse": ({"joint_query": torch.zeros(2, 4, 3, 16).to_sparse()}, ValueError, "joint.query .*"),
 }
 
 

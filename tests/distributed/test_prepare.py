@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import ShardedProblem, cut, raised
+from support.options import grouped
 
 import cqs.distributed
 from benchmarks.cases import Case
@@ -26,13 +27,15 @@ def compare_prepared(group, case, options, num_joint):
         cuts, joint = cut(lengths, dist.get_world_size(group), number), (num_joint, num_joint)
         problem = ShardedProblem(group, case, cuts, torch.float32, joint=joint)
         options = problem.arguments | options
-        few = {name: each[:, :, :1] for name, each in problem.joint.items()}
-        prepared = prepared or cqs.distributed.prepare(*problem.tensors, **few, **options)
+        place = {"joint_position": options.pop("joint_position")}
+        few = {name: each[:, :, :1] for name, each in problem.joint.items()} | place
+        few = grouped(few | options)
+        prepared = prepared or cqs.distributed.prepare(*problem.tensors, **few)
         for has_gradients in (True, False):
             answers = []
             for call in (prepared, partial(cqs.distributed.attention, **options)):
                 with torch.set_grad_enabled(has_gradients):
-                    answer = call(*problem.tensors, **problem.joint, **seed)
+                    answer = call(*problem.tensors, **grouped(problem.joint | place), **seed)
                 parts = list(answer) if isinstance(answer, tuple) else [answer]
                 parts += problem.gradients(parts[0]) if has_gradients else []
                 answers.append(parts)

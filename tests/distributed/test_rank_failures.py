@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import make_context
 
 import cqs.distributed
+from cqs.distributed import Strategy
 from cqs.executors.distributed.exchange import Exchange
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, computed,
         if where == "backward":
             output.sum().backward()
         else:
-            cqs.distributed.attention(*tensors, head_parallel=1, num_chunks=4)
+            cqs.distributed.attention(*tensors, strategy=Strategy(1, num_chunks=4))
     except RuntimeError as error:
         results.put((rank, str(error), time.monotonic() - start))
     if where in PASSES:

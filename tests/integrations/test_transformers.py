@@ -383,7 +383,7 @@ def test_transformers_without_the_interface_is_refused(monkeypatch):
 
 @pytest.mark.ray
 def test_a_cluster_computes_the_same(cluster):
-    register("cqs-on-actors", executor=cluster)
+    register("cqs-on-actors", cluster=cluster)
     check(make_model("Bert"), BATCHES["padded on the right"](), attention="cqs-on-actors")
 
 

@@ -1,5 +1,6 @@
 """Results of problems: by cqs, in float64 from the definition, and by eager PyTorch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from cqs.partial import Partial, lse_dtype
 from cqs.problem import Problem
 
 
-def attend(problem: Problem, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of a problem, computed by :func:`cqs.attention`.
+def attend(
+    problem: Problem, compute: Callable[..., Any] = cqs.attention, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE of a problem.
 
     Args:
         problem: The problem.
-        options: Further arguments of :func:`cqs.attention`.
+        compute: The function that computes it.
+        options: Further arguments of the function.
     """
-    output, lse = cqs.attention(
+    output, lse = compute(
         problem.query,
         problem.key,
         problem.value,

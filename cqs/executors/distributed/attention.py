@@ -1,32 +1,23 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.arguments import as_integer, with_advice
-from cqs.executors.distributed.agreement import errors_shared
-from cqs.executors.distributed.checked_call import (
-    FIXED,
-    check_call,
-    check_capture,
-    joined_group,
-    values_of,
-)
+from cqs.arguments import with_advice
+from cqs.executors.distributed.checked_call import CheckedCall, check_call
 from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
-from cqs.executors.distributed.joint import JointTokens
+from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
 from cqs.executors.distributed.operator import define_operator, place_in_graph
 from cqs.executors.distributed.prepared import prepared_calls
+from cqs.executors.distributed.strategy import Strategy
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
-from cqs.patterns import Pattern
-from cqs.problem import check_problem
+from cqs.problem.options import AttentionOptions
 from cqs.problem.scores import Scores, take_apart
 from cqs.problem.tensors import autocast
-from cqs.scheduler.kinds import Kind
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 
 if TYPE_CHECKING:
@@ -39,90 +30,63 @@ def _attention_in_graph(
     value: Tensor,
     *,
     group: "dist.ProcessGroup | DeviceMesh | None" = None,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    scores: Scores | None = None,
-    head_parallel: int | str = "auto",
-    num_chunks: int | None = None,
-    plan: Kind | str | None = None,
-    links: Iterable[float] | None = None,
-    max_bytes: int | None = None,
-    joint_query: Tensor | None = None,
-    joint_key: Tensor | None = None,
-    joint_value: Tensor | None = None,
-    joint_position: str = "front",
-    backend: str | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
+    strategy: Strategy | None = None,
+    joint: JointTokens | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Call the operator in place of :func:`attention`."""
     joined = group_of(group, query)
     shards, mesh = to_local(*autocast(query, key, value))
-    joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
-    shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-    of_scores, softcap, bias_requires_grad, is_eager = take_apart(scores)
+    parts = None if joint is None else JointParts(joint, joined)
+    if parts is not None:
+        shards, options = parts.join(shards, options)
+    tensors, softcap, bias_requires_grad, is_eager = take_apart(options.get("scores"))
     if is_eager:
         return NotImplemented
-    sinks = of_scores[0]
+    strategy, seed = strategy or Strategy(), options.get("seed")
+    dropout_p, return_lse = options.get("dropout_p", 0.0), options.get("return_lse", False)
+    rows = NO_ROWS if parts is None else parts.rows
     output, lse, _ = _operator(
         *shards,
-        *of_scores,
-        handle_of(pattern),
+        *tensors,
+        handle_of(options.get("pattern")),
         seed_of(dropout_p, seed),
         seed is None,
-        is_causal,
-        scale,
+        options.get("is_causal", False),
+        options.get("scale"),
         softcap,
         bias_requires_grad,
         dropout_p,
-        str(head_parallel),
-        num_chunks,
-        plan_text(plan),
-        None if links is None else [*links],
-        max_bytes,
-        backend,
+        str(strategy.head_parallel),
+        strategy.num_chunks,
+        plan_text(strategy.plan),
+        None if strategy.links is None else [*strategy.links],
+        strategy.max_bytes,
+        options.get("backend"),
         return_lse,
-        verify,
+        options.get("verify", False),
         "" if joined is None else joined.group_name,
-        joint.rows.position,
-        [*joint.rows[1:]],
+        rows.position,
+        [*rows[1:]],
         bias_requires_grad
         or torch.is_grad_enabled()
-        and any(each is not None and each.requires_grad for each in (*shards, sinks)),
+        and any(part is not None and part.requires_grad for part in (*shards, tensors[0])),
         place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
     )
-    return _to_result(Partial(output, lse), query, mesh, joint, return_lse)
+    return _to_result(Partial(output, lse), query, mesh, parts, return_lse)
 
 
-@replaced_in_graphs(with_advice(_attention_in_graph), torch._C._len_torch_dispatch_stack)
 @with_advice
+@replaced_in_graphs(_attention_in_graph, torch._C._len_torch_dispatch_stack)
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     group: "dist.ProcessGroup | DeviceMesh | None" = None,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    scores: Scores | None = None,
-    head_parallel: int | str = "auto",
-    num_chunks: int | None = None,
-    plan: Kind | str | None = None,
-    links: Iterable[float] | None = None,
-    max_bytes: int | None = None,
-    joint_query: Tensor | None = None,
-    joint_key: Tensor | None = None,
-    joint_value: Tensor | None = None,
-    joint_position: str = "front",
-    backend: str | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
+    strategy: Strategy | None = None,
+    joint: JointTokens | JointRows | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | AttentionOutput:
     """Compute exact attention over a sequence that is sharded over the ranks of a group.
 
@@ -134,10 +98,6 @@ def attention(
     sent once to the query owner. The result is deterministic. CUDA graphs can capture the call if
     all ranks capture it.
 
-    Joint tokens are those of which every rank has a copy, for example text beside a video or
-    registers. They come before or after the shards in the whole sequence, and each of their queries
-    is computed once.
-
     Args:
         query: ``[batch, num_heads, rows, head_dim]``, on a device of the group; float64, float32,
             bfloat16 or float16. Query, key and value may be DTensors on one 1-D mesh, with the
@@ -148,63 +108,15 @@ def attention(
         group: A process group that this process has joined, or a 1-D ``DeviceMesh``; ``None`` means
             the mesh of DTensors, or else the default group. Only one thread at a time may call on
             it, forward or backward.
-        is_causal: Whether query i sees only keys up to ``i + seqlen_kv - seqlen_q``, counted
-            over the whole sequence.
-        pattern: Sparse pattern over the whole sequence, of :mod:`cqs.patterns`, or ``None``.
-        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
-            equals that of :func:`cqs.attention` with the same seed.
-        seed: Random seed of dropout, from 0 to 2^63 - 1; ``None`` draws one on rank 0 for all.
-        scores: Sinks, soft cap, ALiBi or a score function, the same on all ranks, and a bias of
-            this rank's queries, broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; see
-            :class:`cqs.Scores`. With joint queries the rows are those of the result, on every rank.
-            The gradients of sinks, of a bias with one row for all queries, and of tensors of the
-            score function are a share; their sum over the ranks is the gradient, as with any
-            parameter of which every rank has a copy.
-        head_parallel: Head-parallel (Ulysses) degree. The heads are divided into so many groups,
-            each computed by ``ranks / head_parallel`` ranks with ``plan``. A degree of 1 uses the
-            plan alone; the number of ranks is Ulysses (Jacobs et al., arXiv 2309.14509).
-            ``"auto"`` picks, among the degrees and plans predicted within 2 % of the fastest, those
-            with the lowest peak memory; without gradients and up to 512K keys, the smallest degree.
-            The ranks of a host should be consecutive.
-        num_chunks: Maximum number of head chunks of a rank: one chunk is sent while another is
-            computed. ``None`` chooses it by the work and the links. The number used divides the
-            KV heads of a rank.
-        plan: Kind of the plan of ``ranks / head_parallel`` tasks: ``"quorums"``, ``"rows"`` (the
-            traffic of ring attention and all-gather), ``"grid"``, ``"documents"``, or a
-            kind of :func:`cqs.make_plan`. ``None`` means quorums on one host, and on several hosts
-            or with ``links`` the kind that is predicted to be the fastest, also within ``"grid"``.
-            With a pattern of :func:`cqs.patterns.documents` it means ``"documents"`` on one host,
-            and otherwise includes it.
-        links: ``(bandwidth, latency)`` of the links between hosts or, on one host, within it, for
-            the choice of ``plan`` and ``head_parallel``: bytes per second of a rank and direction,
-            and seconds. ``None`` means, on one host, those of rank 0's device in
-            :data:`cqs.scheduler.machines.MACHINES`; on several, what rank 0 measures in the first
-            call on the group. Another run may measure other links and choose another plan, which
-            rounds differently: pass them for results that are bitwise reproducible.
-        max_bytes: Most bytes that a rank holds at once for its exchanges with others, at least 1:
-            received queries, keys and values, with its own rows among them; packed rows until they
-            are sent; partial outputs and gradients that it computes for other ranks or receives
-            from them; the float32 sums of its own; and what it keeps for the backward pass beside
-            its own shard. Not counted are the shard, its results and gradients, blocks of a bias,
-            joint outputs, and the scratch of a kernel or a merge while it runs. The cost model
-            chooses the fastest order of receiving tokens that fits; the backward pass receives
-            them again. ``None`` means no limit on CPUs, and on GPUs 90 % of the memory that is free
-            on every rank in the first call with these shards.
-        joint_query: ``[batch or 1, num_heads, any length, head_dim]``, queries of joint tokens, the
-            same on all ranks, or ``None``. Plain tensors or, also for joint_key and joint_value,
-            DTensors with the placements ``[Replicate()]``. Their gradient on a rank is its share,
-            as with sinks: the sum over the ranks is the gradient of the sum of their losses.
-        joint_key: ``[batch or 1, num_kv_heads, any length, head_dim]``, or ``None``. There may be
-            joint keys without joint queries.
-        joint_value: ``[batch or 1, num_kv_heads, length of joint_key, value_dim]``, or ``None``.
-        joint_position: ``"front"`` if joint tokens come before the tokens of rank 0, ``"rear"`` if
-            they come after those of the last rank. Masks count positions in this order.
-        backend: Name of the kernels, as in :func:`cqs.attention`; ``None`` takes the best that
-            supports the tensors.
-        return_lse: Whether to return the log-sum-exp of the scores too.
-        verify: Whether every rank recomputes sampled rows of its queries in float64. Keys and
-            values of one KV head at a time are then gathered on all ranks.
+        strategy: How the ranks divide the call, see :class:`Strategy`; the same on all ranks.
+        joint: Tokens of which every rank has a copy, see :class:`JointTokens`.
+        **options: See :class:`cqs.problem.options.AttentionOptions`; the same on all ranks except
+            ``scores``. Masks count positions in the whole sequence. A bias has this rank's queries
+            and is broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; with joint queries the
+            rows are those of the result, on every rank. The gradients of sinks, of a bias with one
+            row for all queries, and of tensors of the score function are a share; their sum over
+            the ranks is the gradient, as with any parameter of which every rank has a copy. With
+            ``verify`` keys and values of one KV head at a time are gathered on all ranks.
 
     Returns:
         ``output``, ``[batch, num_heads, rows, value_dim]``, dtype and device of ``query``; with
@@ -224,32 +136,8 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    call = check_call(
-        query,
-        key,
-        value,
-        group=group,
-        joint_query=joint_query,
-        joint_key=joint_key,
-        joint_value=joint_value,
-        joint_position=joint_position,
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-        scores=scores,
-        head_parallel=head_parallel,
-        num_chunks=num_chunks,
-        plan=plan,
-        links=links,
-        max_bytes=max_bytes,
-        backend=backend,
-        return_lse=return_lse,
-        verify=verify,
-    )
-    answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
-    return _to_result(answer, query, call.mesh, call.joint, return_lse)
+    call = check_call(query, key, value, group, strategy, joint, options)
+    return _attend(call, query)
 
 
 _operator = define_operator(attention)
@@ -263,23 +151,9 @@ def prepare(
     value: Tensor,
     *,
     group: "dist.ProcessGroup | DeviceMesh | None" = None,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    scores: Scores | None = None,
-    head_parallel: int | str = "auto",
-    num_chunks: int | None = None,
-    plan: Kind | str | None = None,
-    links: Iterable[float] | None = None,
-    max_bytes: int | None = None,
-    joint_query: Tensor | None = None,
-    joint_key: Tensor | None = None,
-    joint_value: Tensor | None = None,
-    joint_position: str = "front",
-    backend: str | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
+    strategy: Strategy | None = None,
+    joint: JointTokens | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> "PreparedAttention":
     """Prepare calls of :func:`attention` that have the same options and shapes.
 
@@ -291,24 +165,11 @@ def prepare(
             if those do; its values are not read.
         key: A tensor like later keys.
         value: A tensor like later values.
-        group: See :func:`attention`, also for the other arguments.
-        is_causal: Whether attention is causal.
-        pattern: Sparse pattern, or ``None``.
-        scale: Factor on the scores, or ``None``.
-        dropout_p: Probability that a pair is dropped. The seed is an argument of the call.
-        scores: Options of the scores of later calls, or ``None``; values of sinks are not read.
-        head_parallel: Head-parallel degree, or ``"auto"``.
-        num_chunks: Maximum number of head chunks, or ``None``.
-        plan: Kind of the plan, or ``None``.
-        links: Bandwidth and latency of the links, or ``None``.
-        max_bytes: Most bytes that a rank holds for exchanges, or ``None``.
-        joint_query: Tensors like later joint queries, or ``None``; their length may differ later.
-        joint_key: Tensors like later joint keys, or ``None``.
-        joint_value: Tensors like later joint values, or ``None``.
-        joint_position: Position of the joint tokens of all later calls.
-        backend: Name of the kernels, or ``None``.
-        return_lse: Whether calls return the log-sum-exp too.
-        verify: Whether calls recompute sampled rows in float64.
+        group: The process group, see :func:`attention`.
+        strategy: How the ranks divide the calls, see :class:`Strategy`.
+        joint: Tensors like later joint tokens, or ``None``; their length may differ later.
+        **options: The options of later calls, see :func:`attention`. The seed is an argument of the
+            call, and values of sinks are not read.
 
     Returns:
         A function of query, key and value that computes what :func:`attention` computes with these
@@ -320,32 +181,9 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    call = check_call(
-        query,
-        key,
-        value,
-        group=group,
-        joint_query=joint_query,
-        joint_key=joint_key,
-        joint_value=joint_value,
-        joint_position=joint_position,
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=None,
-        scores=scores,
-        head_parallel=head_parallel,
-        num_chunks=num_chunks,
-        plan=plan,
-        links=links,
-        max_bytes=max_bytes,
-        backend=backend,
-        return_lse=return_lse,
-        verify=verify,
-    )
+    call = check_call(query, key, value, group, strategy, joint, {**options, "seed": None})
     prepared_calls(call.group, call.values).prepare(call.group, call.problem)
-    return PreparedAttention(call.group, call.values)
+    return PreparedAttention(call.group, strategy, options, call.values)
 
 
 class PreparedAttention:
@@ -355,9 +193,16 @@ class PreparedAttention:
     out in the first call that has them.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None", values: dict[str, Any]) -> None:
-        """Take a group and the values on which its ranks have agreed; use :func:`prepare`."""
-        self._group, self._values = group, values
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None",
+        strategy: Strategy | None,
+        options: AttentionOptions,
+        values: dict[str, Any],
+    ) -> None:
+        """Take the options of a call, and the values on which the ranks have agreed."""
+        self._group, self._strategy = group, strategy
+        self._options, self._values = options, values
 
     @uncompiled
     def __call__(
@@ -368,9 +213,7 @@ class PreparedAttention:
         *,
         seed: int | None = None,
         scores: Scores | None = None,
-        joint_query: Tensor | None = None,
-        joint_key: Tensor | None = None,
-        joint_value: Tensor | None = None,
+        joint: JointTokens | None = None,
     ) -> Tensor | AttentionOutput:
         """Compute attention; every rank of the group calls this.
 
@@ -381,9 +224,7 @@ class PreparedAttention:
             value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
             seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
             scores: Options of the scores, as prepared; only the values of sinks may differ.
-            joint_query: ``[batch or 1, num_heads, any rows, head_dim]``, or ``None``.
-            joint_key: ``[batch or 1, num_kv_heads, any rows_kv, head_dim]``, or ``None``.
-            joint_value: ``[batch or 1, num_kv_heads, any rows_kv, value_dim]``, or ``None``.
+            joint: Joint tokens at the prepared position, or ``None``.
 
         Returns:
             What :func:`attention` returns.
@@ -392,39 +233,27 @@ class PreparedAttention:
             ValueError: A tensor differs from those that were prepared, or ranks differ; other
                 errors are those of :func:`attention`.
         """
-        values, group = self._values, joined_group(self._group)
-        with errors_shared(group):
-            shards, mesh = to_local(*autocast(query, key, value))
-            scale, dropout_p = values["scale"], values["dropout_p"]
-            position = values["joint tokens"].position
-            joint = JointTokens(joint_query, joint_key, joint_value, position, group)
-            is_causal, pattern, verify = (values[k] for k in ("is_causal", "pattern", "verify"))
-            shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-            options = {"dropout_p": dropout_p, "seed": seed, "scores": scores}
-            problem = check_problem(*shards, scale=scale, is_shard=True, **options)
-            found = values_of(shards[0], problem)
-            for name in FIXED:
-                if found[name] != values[name]:
-                    raise ValueError(
-                        f"{name} must be as prepared, {values[name]}, got {found[name]}"
-                    )
-            seed = None if seed is None else as_integer("seed", seed, 0)
-            values = values | found | {"seed": seed, "joint tokens": joint.rows}
-            check_capture(values)
-        answer = prepared_calls(group, values).attend(group, problem)
-        return _to_result(answer, query, mesh, joint, values["return_lse"])
+        options: AttentionOptions = {**self._options, "seed": seed, "scores": scores}
+        operands = query, key, value, self._group, self._strategy, joint, options
+        return _attend(check_call(*operands, self._values), query)
+
+
+def _attend(call: CheckedCall, query: Tensor) -> Tensor | AttentionOutput:
+    """Compute a checked call."""
+    answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
+    return _to_result(answer, query, call.mesh, call.joint, call.values["return_lse"])
 
 
 def _to_result(
     answer: Partial,
     query: Tensor,
     mesh: "DeviceMesh | None",
-    joint: JointTokens,
+    joint: JointParts | None,
     return_lse: bool,
 ) -> Tensor | AttentionOutput:
     """Return what a call returns, as DTensors with the rows of ``query`` if there is a mesh."""
-    if joint.are_given:
+    if joint is not None:
         output, lse = joint.gather(answer.output), answer.lse
         return Partial(output, joint.gather(lse) if return_lse else lse).to_result(return_lse)
-    output, lse = (as_dtensor(each, query, mesh) for each in answer)
+    output, lse = (as_dtensor(result, query, mesh) for result in answer)
     return Partial(output, lse).to_result(return_lse)

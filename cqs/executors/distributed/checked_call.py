@@ -1,25 +1,22 @@
 """The checked arguments of calls of :func:`cqs.distributed.attention`."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.arguments import as_bool, as_integer
+from cqs.arguments import as_bool
 from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.distributed.dtensors import group_of, to_local
-from cqs.executors.distributed.joint import JointTokens
+from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
 from cqs.executors.distributed.operator import DrawnSeed
-from cqs.executors.distributed.probe import Links
-from cqs.patterns import Pattern
+from cqs.executors.distributed.strategy import Strategy
 from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
+from cqs.problem.options import AttentionOptions, problem_options
 from cqs.problem.score_terms import ScoreTerms
-from cqs.problem.scores import Scores
 from cqs.problem.tensors import autocast
-from cqs.scheduler.head_groups import why_not_head_parallel
-from cqs.scheduler.kinds import Kind, check_kind
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
 
@@ -36,8 +33,8 @@ class CheckedCall(NamedTuple):
     """This rank's shards, with the joint tokens."""
     values: dict[str, Any]
     """The arguments that must be equal on all ranks, by name."""
-    joint: JointTokens
-    """The joint tokens."""
+    joint: JointParts | None
+    """The joint tokens that have joined the shards."""
     mesh: "DeviceMesh | None"
     """The mesh of the arguments, if they are DTensors."""
 
@@ -79,28 +76,23 @@ def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     group: "dist.ProcessGroup | DeviceMesh | None",
-    joint_query: Tensor | None,
-    joint_key: Tensor | None,
-    joint_value: Tensor | None,
-    joint_position: str,
-    is_causal: bool,
-    pattern: Pattern | None,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | None,
-    scores: Scores | None,
-    head_parallel: int | str,
-    num_chunks: int | None,
-    plan: Kind | str | None,
-    links: Iterable[float] | None,
-    max_bytes: int | None,
-    backend: str | None,
-    return_lse: bool,
-    verify: bool,
+    strategy: Strategy | None,
+    joint: JointTokens | JointRows | None,
+    options: AttentionOptions,
+    prepared: Mapping[str, Any] | None = None,
 ) -> CheckedCall:
     """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
+
+    Args:
+        query: See :func:`cqs.distributed.attention`, also for key, value, group and strategy.
+        key: This rank's keys.
+        value: This rank's values.
+        group: The process group.
+        strategy: How the ranks divide the call.
+        joint: The joint tokens; :class:`JointRows` if the shards have them already.
+        options: The other options.
+        prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or a rank has failed.
@@ -111,50 +103,49 @@ def check_call(
     joined = joined_group(group_of(group, query))
     with errors_shared(joined):
         shards, mesh = to_local(*autocast(query, key, value))
-        joint = JointTokens(joint_query, joint_key, joint_value, joint_position, joined)
-        shards, scores = joint.join(shards, scores, is_causal, pattern, dropout_p, verify)
-        problem = check_problem(
-            *shards, scale=scale, is_shard=True, dropout_p=dropout_p, seed=seed, scores=scores
-        )
-        check_backend_name(backend)
+        rows, parts = joint if isinstance(joint, JointRows) else NO_ROWS, None
+        if not (joint is None or isinstance(joint, JointRows)):
+            parts = JointParts(joint, joined)
+            shards, options = parts.join(shards, options)
+            rows = parts.rows
+        pattern, seed = options.get("pattern"), options.get("seed")
+        shard_options = problem_options(options) | {"is_causal": False, "pattern": None}
+        problem = check_problem(*shards, is_shard=True, **shard_options)
+        check_backend_name(backend := options.get("backend"))
         if f"{problem.query.device.type}:" not in (config := dist.get_backend_config(joined)):
             raise ValueError(
                 f"query must be on a device of the group ({config}), got {problem.query.device}"
             )
         if pattern is not None:
             check_is_pattern(pattern)
-        default_plan = None if links is None else "any"
+        strategy = Strategy() if strategy is None else strategy
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}")
+        differs_by_head = pattern is not None and pattern.heads[1] > 1
+        flags = ("is_causal", "return_lse", "verify")
         values: dict[str, Any] = {
             "call": "attention",
             **values_of(shards[0], problem),
-            "is_causal": as_bool("is_causal", is_causal),
+            **{name: as_bool(name, options.get(name, False)) for name in flags},
             "pattern": pattern,
             "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
-            "dropout_p": float(dropout_p),
-            "seed": None
-            if seed is None or isinstance(seed, DrawnSeed)
-            else as_integer("seed", seed, 0),
-            "num_chunks": None if num_chunks is None else as_integer("num_chunks", num_chunks, 1),
-            "head_parallel": _check_head_parallel(head_parallel, joined.size(), problem, pattern),
-            "links": None if links is None else Links.check(links),
-            "max_bytes": None if max_bytes is None else as_integer("max_bytes", max_bytes, 1),
-            "plan": default_plan if plan is None else check_kind(plan, "plan"),
-            "joint tokens": joint.rows,
+            "dropout_p": float(options.get("dropout_p", 0.0)),
+            "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
+            "joint tokens": rows,
             "backend": backend,
-            "return_lse": as_bool("return_lse", return_lse),
-            "verify": as_bool("verify", verify),
+            **strategy.check(joined.size(), problem, differs_by_head),
         }
-        check_capture(values)
-    return CheckedCall(joined, problem, values, joint, mesh)
-
-
-def check_capture(values: dict[str, Any]) -> None:
-    """Raise ValueError if a call would be verified while a CUDA graph is captured."""
-    if values["verify"] and values["is_captured"]:
-        raise ValueError(
-            "verify must be False while a CUDA graph is captured, got True: verify a call "
-            "before the capture"
-        )
+        for name in FIXED:
+            if prepared is not None and values[name] != prepared[name]:
+                raise ValueError(
+                    f"{name} must be as prepared, {prepared[name]}, got {values[name]}"
+                )
+        if values["verify"] and values["is_captured"]:
+            raise ValueError(
+                "verify must be False while a CUDA graph is captured, got True: verify a call "
+                "before the capture"
+            )
+    return CheckedCall(joined, problem, values, parts, mesh)
 
 
 def joined_group(group: Any) -> Any:
@@ -181,21 +172,3 @@ def joined_group(group: Any) -> Any:
     except ValueError as unknown:
         raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
     return group
-
-
-def _check_head_parallel(
-    head_parallel: int | str, num_ranks: int, problem: Problem, pattern: Pattern | None
-) -> int | str:
-    """Return the head-parallel degree or ``"auto"``, or raise TypeError or ValueError."""
-    differ = pattern is not None and pattern.heads[1] > 1
-    if head_parallel == "auto":
-        return 1 if differ else "auto"
-    if isinstance(head_parallel, str):
-        raise ValueError(f"head_parallel must be an integer or 'auto', got {head_parallel!r}")
-    number = as_integer("head_parallel", head_parallel, 1)
-    reason = why_not_head_parallel(number, num_ranks, problem.query.shape[1], problem.key.shape[1])
-    if differ and number > 1:
-        reason = "heads with different patterns are computed one by one"
-    if reason is not None:
-        raise ValueError(f"head_parallel must be a supported degree, got {number}: {reason}")
-    return number

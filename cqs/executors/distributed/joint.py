@@ -1,6 +1,6 @@
 """Joint tokens: tokens of which every rank has a copy, before or after the sharded sequence."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cqs.arguments import as_bool
 from cqs.executors.distributed.dtensors import to_local_copy
+from cqs.problem.options import AttentionOptions
 from cqs.problem.scores import Scores
 from cqs.problem.tensors import autocast
 
@@ -19,6 +20,28 @@ _UNORDERED = "sinks", "softcap"
 _NAMES = "query", "key", "value"
 
 
+@dataclass(frozen=True, eq=False)
+class JointTokens:
+    """Tokens of which every rank has a copy, for example text beside a video, or registers.
+
+    They come before or after the shards in the whole sequence, and each of their queries is
+    computed once. Tensors are plain or DTensors with the placements ``[Replicate()]``. Their
+    gradient on a rank is its share, as with sinks: the sum over the ranks is the gradient of the
+    sum of their losses.
+    """
+
+    query: Tensor | None = None
+    """``[batch or 1, num_heads, any length, head_dim]``, the same on all ranks, or ``None``."""
+    key: Tensor | None = None
+    """``[batch or 1, num_kv_heads, any length, head_dim]``, or ``None``. There may be joint keys
+    without joint queries."""
+    value: Tensor | None = None
+    """``[batch or 1, num_kv_heads, length of key, value_dim]``, or ``None``."""
+    position: str = "front"
+    """``"front"`` if joint tokens come before the tokens of rank 0, ``"rear"`` if they come after
+    those of the last rank. Masks count positions in this order."""
+
+
 class JointRows(NamedTuple):
     """Position and numbers of the joint tokens of a call, which are equal on all ranks."""
 
@@ -27,86 +50,62 @@ class JointRows(NamedTuple):
     keys: int
 
 
-class JointTokens:
+NO_ROWS = JointRows("front", 0, 0)
+
+
+class JointParts:
     """The joint tokens of a call, and the part of them that joins the shard of this rank.
 
     Attention in which positions do not matter takes a near-equal part of them on every rank. In
     other calls they are the first tokens of rank 0, or the last ones of the last rank.
     """
 
-    def __init__(
-        self,
-        query: Tensor | None,
-        key: Tensor | None,
-        value: Tensor | None,
-        position: str | JointRows,
-        group: Any,
-    ) -> None:
-        """Take the arguments of :func:`cqs.distributed.attention`.
+    def __init__(self, joint: JointTokens, group: Any) -> None:
+        """Check the joint tokens of a call.
 
         Args:
-            query: ``[batch or 1, num_heads, any rows, head_dim]``, equal on all ranks, or ``None``.
-            key: ``[batch or 1, num_kv_heads, any rows_kv, head_dim]``, or ``None``.
-            value: ``[batch or 1, num_kv_heads, any rows_kv, value_dim]``, or ``None``.
-            position: ``"front"`` or ``"rear"``; :class:`JointRows` if the shards of the call have
-                joint tokens already.
+            joint: The joint tokens.
             group: Process group of the ranks.
         """
-        if isinstance(position, JointRows):
-            self.rows, self._tensors = position, (None, None, None)
-            return
-        if position not in POSITIONS:
-            raise ValueError(f"joint_position must be 'front' or 'rear', got {position!r}")
-        if (key is None) != (value is None):
-            missing = "joint_key" if key is None else "joint_value"
+        if not isinstance(joint, JointTokens):
+            raise TypeError(f"joint must be JointTokens or None, got {joint!r}")
+        if joint.position not in POSITIONS:
+            raise ValueError(f"joint.position must be 'front' or 'rear', got {joint.position!r}")
+        if (joint.key is None) != (joint.value is None):
+            missing = "joint.key" if joint.key is None else "joint.value"
             raise ValueError(
-                f"joint_key and joint_value must be given together, got {missing}=None"
+                f"joint.key and joint.value must be given together, got {missing}=None"
             )
-        self._tensors = tuple(
-            to_local_copy(f"joint_{name}", tensor)
-            for name, tensor in zip(_NAMES, autocast(query, key, value), strict=True)
-        )
-        numbers = [_num_rows(name, each) for name, each in zip(_NAMES, self._tensors, strict=True)]
-        if numbers[1] != numbers[2]:
+        tensors = zip(_NAMES, autocast(joint.query, joint.key, joint.value), strict=True)
+        self._tensors = [to_local_copy(f"joint.{name}", tensor) for name, tensor in tensors]
+        lengths = [_num_rows(*named) for named in zip(_NAMES, self._tensors, strict=True)]
+        if lengths[1] != lengths[2]:
             raise ValueError(
-                f"joint_value must have the rows of joint_key, {numbers[1]}, got {numbers[2]}"
+                f"joint.value must have the rows of joint.key, {lengths[1]}, got {lengths[2]}"
             )
-        self.rows = JointRows(position, numbers[0], numbers[1])
-        self._group = dist.group.WORLD if group is None else group
+        self.rows = JointRows(joint.position, lengths[0], lengths[1])
+        self._group: Any = dist.group.WORLD if group is None else group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
-    @property
-    def are_given(self) -> bool:
-        """Whether there are joint tokens that must join the shards."""
-        return any(each is not None for each in self._tensors)
-
     def join(
-        self,
-        shards: tuple[Tensor, ...],
-        scores: Scores | None,
-        is_causal: bool,
-        pattern: Any,
-        dropout_p: float,
-        verify: bool,
-    ) -> tuple[tuple[Tensor, ...], Scores | None]:
-        """Return this rank's query, key and value with its part of the joint tokens, and scores.
+        self, shards: tuple[Tensor, ...], options: AttentionOptions
+    ) -> tuple[tuple[Tensor, ...], AttentionOptions]:
+        """Return this rank's query, key and value with its part of the joint tokens, and options.
 
         Args:
             shards: Query, key and value of this rank.
-            scores: Options of the scores, or ``None``. A bias has rows of all joint queries.
-            is_causal: Options of the call, which decide whether positions matter.
-            pattern: Sparse pattern, or ``None``.
-            dropout_p: Probability that a pair is dropped.
-            verify: Whether rows are verified; errors name their positions.
+            options: The options of the call, which decide whether positions matter. A bias has rows
+                of all joint queries; the returned one has those of this rank's.
         """
-        if not (self.are_given and all(map(_is_dense, shards))):
-            return shards, scores  # the checks of the call reject other shards
+        if not all(map(_is_dense, shards)):
+            return shards, options  # the checks of the call reject them
+        scores = options.get("scores")
         terms = vars(scores) if isinstance(scores, Scores) else {}
         self._is_ordered = (
-            as_bool("is_causal", is_causal)
-            or pattern is not None
-            or bool(dropout_p)
-            or as_bool("verify", verify)
+            as_bool("is_causal", options.get("is_causal", False))
+            or options.get("pattern") is not None
+            or bool(options.get("dropout_p", 0.0))
+            or as_bool("verify", options.get("verify", False))  # errors name positions
             or any(terms[name] is not None for name in terms if name not in _UNORDERED)
         )
         joined = tuple(
@@ -115,9 +114,10 @@ class JointTokens:
         )
         number, is_owner = self.rows.queries, joined[0].shape[2] > shards[0].shape[2]
         if scores is None or is_owner or not number or not _has_rows(terms.get("bias")):
-            return joined, scores
+            return joined, options
         rows = slice(number, None) if self.rows.position == "front" else slice(-number)
-        return joined, replace(scores, bias=terms["bias"][..., rows, :])
+        own_scores = replace(scores, bias=terms["bias"][..., rows, :])
+        return joined, {**options, "scores": own_scores}
 
     def _join(self, name: str, shard: Tensor, tokens: Tensor) -> Tensor:
         _check_like(name, tokens, shard)
@@ -178,7 +178,7 @@ def _num_rows(name: str, tokens: Tensor | None) -> int:
     if not _is_dense(tokens):
         found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise (ValueError if isinstance(tokens, Tensor) else TypeError)(
-            f"joint_{name} must be a dense tensor [batch, heads, rows, dim] or None, got {found}"
+            f"joint.{name} must be a dense tensor [batch, heads, rows, dim] or None, got {found}"
         )
     return tokens.shape[2]
 
@@ -189,11 +189,11 @@ def _check_like(name: str, tokens: Tensor, shard: Tensor) -> None:
         wanted, found = getattr(shard, attribute), getattr(tokens, attribute)
         if found != wanted:
             raise ValueError(
-                f"joint_{name} must have the {attribute} of {name}, {wanted}, got {found}"
+                f"joint.{name} must have the {attribute} of {name}, {wanted}, got {found}"
             )
     batch, heads, _, dim = shard.shape
     if tokens.shape[0] not in (1, batch) or (tokens.shape[1], tokens.shape[3]) != (heads, dim):
         raise ValueError(
-            f"joint_{name} must be [{batch} or 1, {heads}, any length, {dim}] like {name}, got "
+            f"joint.{name} must be [{batch} or 1, {heads}, any length, {dim}] like {name}, got "
             f"{list(tokens.shape)}"
         )

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cqs.executors.distributed.agreement import at_place
 from cqs.executors.distributed.joint import JointRows
+from cqs.executors.distributed.strategy import Strategy
 from cqs.executors.operators import HOST_TAGS, read_pattern, read_plan
 from cqs.partial import lse_dtype
 from cqs.patterns.handle import new_handle, read_handle
@@ -191,26 +192,25 @@ def define_operator(attend: Callable[..., Any]) -> Any:
 
 def _arguments(chosen: Options) -> dict[str, Any]:
     """Return the arguments of :func:`cqs.distributed.attention` after query, key and value."""
-    arguments = chosen._asdict()
-    names = (
-        *("is_drawn", "keeps", "place", "sinks", "alibi_slopes", "bias", "softcap"),
-        *("bias_requires_grad", "joint_rows", "seed"),
-    )
-    is_drawn, *_, seed = map(arguments.pop, names)
-    arguments["joint_position"] = JointRows(chosen.joint_position, *chosen.joint_rows)
-    if seed is not None:
-        arguments["seed"] = (DrawnSeed if is_drawn else int)(seed)
-    if chosen.pattern is not None:
-        arguments["pattern"] = read_pattern(chosen.pattern)
-    if chosen.head_parallel.isdecimal():
-        arguments["head_parallel"] = int(chosen.head_parallel)
-    if chosen.plan is not None:
-        arguments["plan"] = read_plan(chosen.plan)
-    arguments["group"] = None
+    names = "is_causal", "scale", "dropout_p", "backend", "return_lse", "verify"
+    degree, group, seed = chosen.head_parallel, None, chosen.seed
     if chosen.group:
         resolve: Any = dist.distributed_c10d._resolve_process_group
-        arguments["group"] = resolve(chosen.group)
-    return arguments
+        group = resolve(chosen.group)
+    return {
+        **{name: getattr(chosen, name) for name in names},
+        "group": group,
+        "strategy": Strategy(
+            head_parallel=int(degree) if degree.isdecimal() else degree,
+            num_chunks=chosen.num_chunks,
+            plan=chosen.plan and read_plan(chosen.plan),
+            links=chosen.links,
+            max_bytes=chosen.max_bytes,
+        ),
+        "joint": JointRows(chosen.joint_position, *chosen.joint_rows),
+        "pattern": None if chosen.pattern is None else read_pattern(chosen.pattern),
+        "seed": None if seed is None else (DrawnSeed if chosen.is_drawn else int)(seed),
+    }
 
 
 def place_in_graph() -> int:

@@ -12,7 +12,7 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"cqs.Cluster requires Linux, got {sys.platform}")
 
-from cqs.executors.ray.cluster import Cluster, one_call_executor
+from cqs.executors.ray.cluster import Cluster
 from cqs.executors.ray.future import AttentionFuture, as_completed
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded

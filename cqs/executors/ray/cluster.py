@@ -1,18 +1,19 @@
 """A cluster of Ray actors that compute attention."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from cqs.arguments import as_bool, as_integer, to_float, to_integer, with_advice
 from cqs.executors.contract import Report, attend, check_progress
+from cqs.executors.distributed.strategy import Strategy
 from cqs.executors.ray import session
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.dispatcher import Dispatcher
@@ -23,10 +24,9 @@ from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, loa
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.executors.ray.tasks.report import as_html
-from cqs.partial import Gradients, Partial
-from cqs.patterns import Pattern
+from cqs.partial import Partial
 from cqs.problem import Problem, check_problem, draw_seed
-from cqs.problem.options import ProblemOptions
+from cqs.problem.options import AttentionOptions, problem_options
 from cqs.problem.scores import Scores, find_reads
 from cqs.problem.tensors import autocast
 from cqs.scheduler import Kind
@@ -169,20 +169,11 @@ class Cluster:
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        is_causal: bool = False,
-        pattern: Pattern | None = None,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        seed: int | None = None,
-        scores: Scores | None = None,
         num_tasks: int | None = None,
-        head_parallel: int | str = "auto",
         plan: Kind | str | None = None,
-        max_bytes: int | None = None,
-        backend: str | None = None,
-        return_lse: bool = False,
-        verify: bool = False,
+        strategy: Strategy | None = None,
         progress: Report = False,
+        **options: Unpack[AttentionOptions],
     ) -> Any:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
@@ -199,27 +190,17 @@ class Cluster:
                 shards are query, key and value.
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; None for a sharded sequence.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``; None for a sharded sequence.
-            is_causal: Query i attends to keys up to ``i + seqlen_kv - seqlen_q``.
-            pattern: Query-key pairs that attend, see :func:`cqs.attention`.
-            scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-            dropout_p: Probability that an attention weight is zeroed, see :func:`cqs.attention`.
-            seed: Random seed of the dropout mask; ``None`` draws one.
-            scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
             num_tasks: Number of tasks, any positive integer; ``None`` means one per worker, or more
                 if a GPU has too little memory for so large tasks, which the logger ``cqs`` then
                 reports at level INFO. A sharded sequence always has one task per worker.
-            head_parallel: Head-parallel degree of a sharded sequence, see
-                :func:`cqs.distributed.attention`. Tensors support only ``"auto"``.
             plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
-                Of a sharded sequence, see :func:`cqs.distributed.attention`.
-            max_bytes: Most bytes that a worker of a sharded sequence holds for exchanges, see
-                :func:`cqs.distributed.attention`. Tensors support only ``None``.
-            backend: Name of a backend; ``None`` lets each worker choose its fastest.
-            return_lse: Also return the log-sum-exp of every query.
-            verify: Recompute sampled rows in float64 and raise if they deviate: on the driver, or
-                for a sharded sequence on all workers.
-            progress: True draws a progress bar; a function is called with live pairs done and in
-                total, see :func:`cqs.attention`. Not supported for sharded sequences.
+                That of a sharded sequence is an option of ``strategy``.
+            strategy: How the workers of a sharded sequence divide the call. Tensors support only
+                ``None``.
+            progress: True draws a progress bar; a function is called as ``progress(pairs_done,
+                pairs_total)``, live pairs of all heads. Not supported for sharded sequences.
+            **options: See :class:`cqs.problem.options.AttentionOptions`. With ``verify`` sampled
+                rows are recomputed on this process, or for a sharded sequence on all workers.
 
         Returns:
             ``output``, or ``(output, lse)`` with ``return_lse``. ``output`` has shape ``[batch,
@@ -238,65 +219,49 @@ class Cluster:
             TaskFailedError: ``max_attempts`` workers failed on the same task.
             VerificationError: ``verify`` found a row that deviates by more than its bound.
         """
-        options = ProblemOptions(
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            scores=scores,
-        )
         if isinstance(query, Sharded):
-            if not (key is value is num_tasks is None and progress is False):
+            if not (key is value is num_tasks is plan is None and progress is False):
                 raise TypeError(
-                    "a sharded sequence does not support key, value, num_tasks or progress: leave "
-                    "them out"
+                    "a sharded sequence does not support key, value, num_tasks, plan or progress: "
+                    "leave them out, and pass strategy=Strategy(plan=...) to choose a plan"
                 )
-            if (number := len(query.shapes[0])) != 3:
-                raise ValueError(
-                    f"query must be a sharded sequence of query, key and value, got {number} "
-                    "tensors in each shard"
-                )
-            parts: tuple[tuple[Tensor, ...], ...] = ()
-            if scores is not None:
-                _check_scores_need_no_gradient(scores)
-                if scores.bias is not None:
-                    parts = _bias_of_ranks(scores.bias, query)
-                    options["scores"] = replace(scores, bias=None)
-            if dropout_p and seed is None:
-                options["seed"] = draw_seed()  # repeated shards need the same dropout mask
-            distributed_options = {
-                **options,
-                "head_parallel": head_parallel,
-                "plan": plan,
-                "max_bytes": max_bytes,
-                "backend": backend,
-                "return_lse": return_lse,
-                "verify": verify,
-            }
-            autocasts = {
-                device: torch.get_autocast_dtype(device)
-                for device in ("cpu", "cuda")
-                if torch.is_autocast_enabled(device)
-            }
-            of_rank = partial(attend_shards, distributed_options, autocasts)
-            producer = ShardProducer("attention", of_rank, is_collective=True, is_early=not verify)
-            return Sharded.make(self._group, producer, [query], parts)
-        if head_parallel != "auto":
+            return self._attend_shards(query, strategy or Strategy(), options)
+        if strategy is not None:
             raise TypeError(
-                f"head_parallel must be 'auto' for tensors, got {head_parallel!r}: pass a sharded "
-                "sequence to choose a degree"
-            )
-        if max_bytes is not None:
-            raise TypeError(
-                f"max_bytes must be None for tensors, got {max_bytes!r}: pass a sharded sequence"
+                f"strategy must be None for tensors, got {strategy!r}: pass a sharded sequence"
             )
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
-        problem = check_problem(*autocast(query, key, value), **options)
-        hooks = {"backend": backend, "verify": verify, "progress": progress}
-        compute = self._bind(self.make_executor(), problem, num_tasks, plan, **hooks)
-        return compute().to_result(return_lse)
+        problem = check_problem(*autocast(query, key, value), **problem_options(options))
+        compute = self._bind(self.make_executor(), problem, num_tasks, plan, progress, options)
+        return compute().to_result(options.get("return_lse", False))
+
+    def _attend_shards(
+        self, query: Sharded, strategy: Strategy, options: AttentionOptions
+    ) -> Sharded:
+        """Compute attention over shards on the workers."""
+        if (number := len(query.shapes[0])) != 3:
+            raise ValueError(
+                f"query must be a sharded sequence of query, key and value, got {number} "
+                "tensors in each shard"
+            )
+        parts: tuple[tuple[Tensor, ...], ...] = ()
+        if (scores := options.get("scores")) is not None:
+            _check_scores_need_no_gradient(scores)
+            if scores.bias is not None:
+                parts = _bias_of_ranks(scores.bias, query)
+                options = {**options, "scores": replace(scores, bias=None)}
+        if options.get("dropout_p") and options.get("seed") is None:
+            options = {**options, "seed": draw_seed()}  # repeated shards need the same mask
+        autocasts = {
+            device: torch.get_autocast_dtype(device)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        }
+        attend_rank = partial(attend_shards, {**options, "strategy": strategy}, autocasts)
+        is_early = not options.get("verify", False)
+        producer = ShardProducer("attention", attend_rank, is_collective=True, is_early=is_early)
+        return Sharded.make(self._group, producer, [query], parts)
 
     def shard(self, *tensors: Tensor, dim: int = 2) -> Sharded:
         """Split tensors into contiguous parts, one for each worker, and send them to the workers.
@@ -364,18 +329,10 @@ class Cluster:
         key: Tensor,
         value: Tensor,
         *,
-        is_causal: bool = False,
-        pattern: Pattern | None = None,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        seed: int | None = None,
-        scores: Scores | None = None,
         num_tasks: int | None = None,
         plan: Kind | str | None = None,
-        backend: str | None = None,
-        return_lse: bool = False,
-        verify: bool = False,
         progress: Report = False,
+        **options: Unpack[AttentionOptions],
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
@@ -391,22 +348,13 @@ class Cluster:
             TypeError: An argument has the wrong type.
         """
         self._dispatcher.check_open()
-        options = ProblemOptions(
-            is_causal=is_causal,
-            pattern=pattern,
-            scale=scale,
-            dropout_p=dropout_p,
-            seed=seed,
-            scores=scores,
-        )
-        problem = check_problem(*autocast(query, key, value), **options)
+        problem = check_problem(*autocast(query, key, value), **problem_options(options))
         for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
-        if scores is not None:
+        if (scores := options.get("scores")) is not None:
             _check_scores_need_no_gradient(scores)
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
-        hooks = {"backend": backend, "verify": verify, "progress": progress}
-        compute = self._bind(executor, problem, num_tasks, plan, cancelled=cancelled, **hooks)
+        compute = self._bind(executor, problem, num_tasks, plan, progress, options, cancelled)
         on_gpus = [tensor for tensor in (query, key, value) if tensor.is_cuda]
         events = [torch.cuda.current_stream(tensor.device).record_event() for tensor in on_gpus]
 
@@ -416,13 +364,11 @@ class Cluster:
             return compute()
 
         future = self._dispatcher.submit(compute_when_ready)
-        return AttentionFuture(future, executor, cancelled, return_lse)
+        return AttentionFuture(future, executor, cancelled, options.get("return_lse", False))
 
-    def make_executor(
-        self, kind: type[TaskExecutor] = TaskExecutor, *, is_in_dispatcher: bool = False
-    ) -> TaskExecutor:
+    def make_executor(self, *, is_in_dispatcher: bool = False) -> TaskExecutor:
         """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""
-        return kind(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
+        return TaskExecutor(self._dispatcher, self._group.rest, is_in_dispatcher=is_in_dispatcher)
 
     def _bind(
         self,
@@ -430,7 +376,9 @@ class Cluster:
         problem: Problem,
         num_tasks: int | None,
         plan: Kind | str | None,
-        **hooks: Any,
+        progress: Report,
+        options: AttentionOptions,
+        cancelled: threading.Event | None = None,
     ) -> Callable[[], Partial]:
         """Check the options of a call before it starts; return the function that computes it.
 
@@ -439,31 +387,26 @@ class Cluster:
             problem: The checked problem.
             num_tasks: Number of tasks, or ``None``.
             plan: Kind of the plan of each part of the problem.
-            hooks: The other arguments of :func:`cqs.executors.contract.attend`.
+            progress: Draws or receives the progress.
+            options: The options of the call.
+            cancelled: Event that makes the executor stop.
         """
-        check_backend_name(hooks["backend"])
-        check_progress(hooks["progress"])
+        check_backend_name(backend := options.get("backend"))
+        check_progress(progress)
         number = executor.choose_num_tasks(problem) if num_tasks is None else num_tasks
         make_plan = methodcaller("make_plan", number, plan)
         for _, part in problem.parts():
             make_plan(part)
-        return partial(attend, executor, problem, make_plan, **hooks)
-
-
-class _OneCallExecutor(TaskExecutor):
-    """An executor of a cluster that is closed after the forward pass."""
-
-    def run_backward(self, *arguments: Any) -> Gradients:
-        """Compute the gradients on another cluster."""
-        with Cluster() as cluster:
-            return cluster.make_executor().run_backward(*arguments)
-
-
-@contextmanager
-def one_call_executor() -> Iterator[TaskExecutor]:
-    """Start a cluster, for which :class:`Cluster` chooses the workers; yield an executor of it."""
-    with Cluster() as cluster:
-        yield cluster.make_executor(_OneCallExecutor)
+        return partial(
+            attend,
+            executor,
+            problem,
+            make_plan,
+            backend=backend,
+            verify=options.get("verify", False),
+            progress=progress,
+            cancelled=cancelled,
+        )
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
