@@ -9,7 +9,7 @@ from support.exact import attend
 
 import cqs
 from benchmarks.cases import CASES, Case
-from cqs.patterns import causal, per_head, sliding_window
+from cqs.patterns import sliding_window
 from cqs.scheduler import Grid2D, Hosts, Quorums
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -139,7 +139,6 @@ BAD = [
     (attend(query=WIDE, key=WIDE, value=WIDE, backend="cpu"), NotImplementedError, "float64"),
     (attend(value=tensor(2, 4, 10, 6), backend="cpu"), NotImplementedError, "backend .* 8 and 6"),
     (attend(backend="cudnn"), NotImplementedError, "backend .* got cpu"),
-    (attend(progress="loud"), TypeError, "progress.*'loud'"),
     (attend(memory_budget=None), TypeError, r"memory_budget: call cqs\.streaming\.attention"),
     (attend(qeury=tensor()), TypeError, "unexpected keyword argument 'qeury'"),
     # Dropout.

@@ -301,7 +301,7 @@ def test_activation_checkpointing(monkeypatch, options, is_saved, is_compiled):
 
 
 HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)
-OPTIONS = (True, None, 2.0, False, 0.3, 7, "rows", None, False, False)
+OPTIONS = (True, None, 2.0, False, 0.3, 7, "rows", None, False)
 
 
 @pytest.mark.sample(4)
