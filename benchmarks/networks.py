@@ -240,7 +240,7 @@ def promise(
         def away(numbers: Sequence[int], host: int = rank // per_host) -> int:
             return sum(n for other, n in enumerate(numbers) if other // per_host != host)
 
-        routes = layout.of_queries, layout.of_keys, layout.of_results
+        routes = layout.query_route, layout.key_route, layout.result_route
         # Inputs follow a route, and what a rank computes returns along it.
         (q_out, q_in), (k_out, k_in), (r_out, r_in) = (
             (away(route.lengths), away(route.receives)) for route in routes

@@ -140,7 +140,7 @@ def plan_rank(pattern: Pattern, case: PackedSequence, rank: int) -> Layout:
     )
     for route in layout.routes:
         _ = route.offsets, route.sends, route.stays
-    make_work(layout.steps, bound, layout.of_queries.held, layout.of_keys.held)
+    make_work(layout.steps, bound, layout.query_route.held, layout.key_route.held)
     return layout
 
 
@@ -176,12 +176,12 @@ def _describe(layout: Layout, lengths: NDArray[np.int64]) -> dict[str, Any]:
     plan = layout.plan
     placement = plan.placement
     at_home = np.diff(placement.documents.live_before(placement.marks))
-    all_gather = (len(layout.of_keys.shards) - 1) * _SHAPE.key_bytes(plan.seqlen_kv)
+    all_gather = (len(layout.key_route.shards) - 1) * _SHAPE.key_bytes(plan.seqlen_kv)
     return {
         "documents": float(len(lengths)),
         "longest": float(lengths.max()),
         "balance": placement.balance,
         "balance_at_home": float(at_home.max() / at_home.mean()),
-        "head_parallel": float(len(layout.of_keys.shards) // plan.num_tasks),
+        "head_parallel": float(len(layout.key_route.shards) // plan.num_tasks),
         "most_bytes": layout.moved_bytes(_SHAPE) / all_gather,
     }

@@ -1109,8 +1109,8 @@ FAULTS = (
     Fault(
         "rows in a send buffer begin one rank late",
         "executors/distributed/route.py",
-        "tuple(each[:, : self.rank].sum(axis=1).tolist())",
-        "tuple(each[:, : self.rank + 1].sum(axis=1).tolist())",
+        "tuple(counts[:, : self.rank].sum(axis=1).tolist())",
+        "tuple(counts[:, : self.rank + 1].sum(axis=1).tolist())",
         "distributed/test_layout.py::test_every_token_needed_comes_once_from_its_shard",
     ),
     Fault(
@@ -1130,8 +1130,8 @@ FAULTS = (
     Fault(
         "keys of the shard are computed again with those of others",
         "executors/distributed/split_steps.py",
-        "there = [e for each in seen for e in _cut(each, keys) if not contains(keys, e)]",
-        "there = [e for each in seen for e in _cut(each, keys)]",
+        "there = [e for span in seen for e in _split(span, keys) if not contains(keys, e)]",
+        "there = [e for span in seen for e in _split(span, keys)]",
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
     ),
     Fault(

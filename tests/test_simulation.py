@@ -37,7 +37,7 @@ def layouts(case, num_devices, head_parallel, num_chunks=1, *, is_backward=False
 def bytes_received(case, layout, head_parallel):
     """Bytes received by a rank: tokens before the kernel, results of its shard after it."""
     part, rank = case.part(head_parallel), layout.rank
-    queries, keys = layout.of_queries, layout.of_keys
+    queries, keys = layout.query_route, layout.key_route
     inputs = part.query_bytes(sum(queries.receives) - queries.receives[rank])
     inputs += part.key_bytes(sum(keys.receives) - keys.receives[rank])
     returned = sum(queries.lengths) - queries.lengths[rank]

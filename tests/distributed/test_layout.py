@@ -39,7 +39,7 @@ def test_every_token_needed_comes_once_from_its_shard(num_ranks):
         }
         options["is_causal"] = options["pattern"] is None and generator.random() < 0.5
         layouts = lay_out_all(AttentionShape(12, 16, num_kv_heads=2), *lengths, **options)
-        for side, seqlens in zip(("of_queries", "of_keys"), lengths, strict=True):
+        for side, seqlens in zip(("query_route", "key_route"), lengths, strict=True):
             shards = cut_shards(seqlens)
             routes = [getattr(layout, side) for layout in layouts]
             for receiver, route in enumerate(routes):

@@ -46,7 +46,7 @@ def test_documents_within_shards_stay_there():
     pattern = documents(range(0, 65537, 1024))
     for layout in lay_out_all(AttentionShape(8, 64), (8192,) * 8, pattern=pattern, **OPTIONS):
         assert isinstance(layout.plan.kind, Documents)
-        assert layout.of_queries.stays and layout.of_keys.stays
+        assert layout.query_route.stays and layout.key_route.stays
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
@@ -62,7 +62,7 @@ def test_a_long_document_is_divided_among_ranks_with_short_ones(with_gradients):
     placement = layouts[0].plan.placement
     all_gather = 7 * shape.key_bytes(131072)
     assert placement.moved_bytes(shape) < all_gather / 2
-    keys = sum(sum(each.of_keys.receives) - each.of_keys.lengths[each.rank] for each in layouts)
+    keys = sum(sum(each.key_route.receives) - each.key_route.lengths[each.rank] for each in layouts)
     assert keys == placement.moved[1].sum() - placement.moved[1].trace()
 
 
@@ -86,11 +86,11 @@ def test_keys_of_documents_are_received_once():
         shards = np.diff(even_cuts(lengths[0], num_ranks)[0]).tolist()
         for layout in lay_out_all(shape, tuple(shards), **options):
             read = {key for step in layout.steps for keys in step.keys for key in keys}
-            held = {key for keys in layout.of_keys.held for key in keys}
+            held = {key for keys in layout.key_route.held for key in keys}
             assert held <= read
             assert read <= held | set(layout.keys)
             away = [step.queries for step in layout.away_steps]
-            assert [row for rows in layout.of_results.held for row in rows] == [
+            assert [row for rows in layout.result_route.held for row in rows] == [
                 row for rows in away for row in rows
             ]
 

@@ -131,29 +131,29 @@ def cut_shards(call, rank, tensors):
     return [each[:, :, rows_of(call, rank)].clone() for each in tensors]
 
 
-def attend(transport, rank, call, tensors, new_pass=transfer.Pass):
+def attend(transport, rank, call, tensors, new_pass=transfer.CallPass):
     """Launch a call on this rank's shards of whole tensors; return what will be its results."""
     return launch_call(transport, rank, call, cut_shards(call, rank, tensors), new_pass)
 
 
-def launch_call(transport, rank, call, shards, new_pass=transfer.Pass):
+def launch_call(transport, rank, call, shards, new_pass=transfer.CallPass):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
     problem, has_gradients = check_problem(query, key, value), call["with_gradients"]
     task = make_task(transport, call, rank, Worker(problem.scale, "reference", None, None))
     answer, kept = task.attend(
-        problem, with_lse=has_gradients, keep=has_gradients, of_pass=new_pass()
+        problem, with_lse=has_gradients, keep=has_gradients, call_pass=new_pass()
     )
     results = [answer.output]
     if has_gradients:
         shapes = [each.shape for each in (query, key, value)]
-        results += task.differentiate(shapes, kept, grad_output, of_pass=new_pass())
+        results += task.differentiate(shapes, kept, grad_output, call_pass=new_pass())
     return results
 
 
 def pass_to_confirm(world):
     """Return a pass of which the ranks know only after their first launches that all make it."""
-    return transfer.Pass(0, cache(world.swap))
+    return transfer.CallPass(0, cache(world.swap))
 
 
 def draw_tensors(call):
@@ -188,7 +188,7 @@ def test_any_order_of_streams_gives_the_answer(monkeypatch, num_ranks, seed):
     whole = [draw_tensors(call) for call in calls]
 
     def program(world, rank, transport):
-        new_pass, results = transfer.Pass, []
+        new_pass, results = transfer.CallPass, []
         for call, tensors in zip(calls, whole, strict=True):
             if seed % 4 < 2:
                 new_pass = partial(pass_to_confirm, world)
@@ -309,7 +309,7 @@ def test_a_call_may_follow_one_on_which_the_ranks_disagree(monkeypatch, is_first
                 attend(transport, rank, call, tensors)
             for wrong in (call, larger):
                 with pytest.raises(ValueError, match="as if"):
-                    new_pass = partial(transfer.Pass, 0, disagree)
+                    new_pass = partial(transfer.CallPass, 0, disagree)
                     attend(transport, rank, wrong, draw_tensors(wrong), new_pass)
         return attend(transport, rank, call, tensors, partial(pass_to_confirm, world))
 
@@ -325,8 +325,8 @@ def test_memory_of_a_pass_that_was_released_is_freed():
         world.swap()
         if rank == 0:
             memories.append(transport._memory)
-            transport.begin(transfer.Pass())  # the other will never end such a pass
-            transport.begin(transfer.Pass())
+            transport.begin(transfer.CallPass())  # the other will never end such a pass
+            transport.begin(transfer.CallPass())
             transport.release(5)
 
     run_ranks(2, program)

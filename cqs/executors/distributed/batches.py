@@ -45,11 +45,11 @@ class CutPlan:
         pattern = plan.pattern
         bound = None if pattern is None else pattern.bind(plan.seqlen_q, plan.seqlen_kv)
         units = plan.key_groups
-        of_tasks = [
-            [cell for step in plan.task(index).steps for cell in _cut(step, units, bound)]
+        task_cells = [
+            [cell for step in plan.task(index).steps for cell in _cut_step(step, units, bound)]
             for index in range(number)
         ]
-        return [of_tasks[rank // self.head_parallel] for rank in range(len(self.shards[0]))]
+        return [task_cells[rank // self.head_parallel] for rank in range(len(self.shards[0]))]
 
     @property
     def num_units(self) -> tuple[int, int]:
@@ -68,21 +68,21 @@ class CutPlan:
         """
         resident, streamed = order.resident, 1 - order.resident
         batches = [
-            _divide(self._ordered(rank, resident, cells), resident, order.num_batches)
+            _divide_units(self._ordered(rank, resident, cells), resident, order.num_batches)
             for rank, cells in enumerate(self.cells)
         ]
-        found = []
-        for of_ranks in _by_index(batches):
+        wanted = []
+        for batch in _by_index(batches):
             parts = [
-                _divide(
+                _divide_units(
                     self._ordered(rank, streamed, cells),
                     streamed,
                     len(cells) if order.is_streamed else 1,
                 )
-                for rank, cells in enumerate(of_ranks)
+                for rank, cells in enumerate(batch)
             ]
-            found.append((of_ranks, _by_index(parts)))
-        return found
+            wanted.append((batch, _by_index(parts)))
+        return wanted
 
     def rounds(self, order: TokenOrder, rank: int) -> tuple[Round[Route], ...]:
         """Return the rounds of a rank."""
@@ -92,7 +92,7 @@ class CutPlan:
             batches = [
                 (
                     self._route(cells, resident, rank),
-                    [(self._route(part, streamed, rank), _join(part[rank])) for part in parts],
+                    [(self._route(part, streamed, rank), _to_steps(part[rank])) for part in parts],
                 )
                 for cells, parts in self._wanted(order)
             ]
@@ -103,16 +103,16 @@ class CutPlan:
         own, number = rank // self.head_parallel, self.plan.num_tasks
         return sorted(cells, key=lambda cell: ((cell.units[side] - own) % number, cell.units[side]))
 
-    def _route(self, of_ranks: Sequence[list[Cell]], side: int, rank: int) -> Route:
-        return Route(self.shards[side], [_tokens(cells, side) for cells in of_ranks], rank)
+    def _route(self, rank_cells: Sequence[list[Cell]], side: int, rank: int) -> Route:
+        return Route(self.shards[side], [_tokens(cells, side) for cells in rank_cells], rank)
 
 
-def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:
+def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:
     """Cut the keys of a step at the ends of ``units``; parts without a live pair are dropped."""
     keys: dict[int, list[range]] = {}
-    for each in step.keys:
+    for key_range in step.keys:
         for i, unit in enumerate(units):
-            common = overlap(each, unit)
+            common = overlap(key_range, unit)
             if common and (bound is None or bound.count(step.queries, common)):
                 keys.setdefault(i, []).append(common)
     square = step.causal_keys
@@ -124,9 +124,9 @@ def _cut(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iter
         yield Cell((step.query_group, i), Step.of(step.query_group, step.queries, ranges, diagonal))
 
 
-def _divide(cells: list[Cell], side: int, number: int) -> list[list[Cell]]:
+def _divide_units(cells: list[Cell], side: int, number: int) -> list[list[Cell]]:
     """Divide ordered cells into at most ``number`` lists of whole units of a side."""
-    units = [list(each) for _, each in groupby(cells, key=lambda cell: cell.units[side])]
+    units = [list(unit) for _, unit in groupby(cells, key=lambda cell: cell.units[side])]
     number = min(number, len(units))
     marks = [i * len(units) // number for i in range(number + 1)] if number else [0]
     return [
@@ -135,13 +135,13 @@ def _divide(cells: list[Cell], side: int, number: int) -> list[list[Cell]]:
     ]
 
 
-def _by_index(of_ranks: Sequence[Sequence[list[Cell]]]) -> list[list[list[Cell]]]:
+def _by_index(rank_lists: Sequence[Sequence[list[Cell]]]) -> list[list[list[Cell]]]:
     """Return the first list of every rank, the second, and so on; some ranks have fewer."""
-    most = max(map(len, of_ranks))
-    return [[each[i] if i < len(each) else [] for each in of_ranks] for i in range(most)]
+    most = max(map(len, rank_lists))
+    return [[lists[i] if i < len(lists) else [] for lists in rank_lists] for i in range(most)]
 
 
-def _join(cells: Iterable[Cell]) -> tuple[Step, ...]:
+def _to_steps(cells: Iterable[Cell]) -> tuple[Step, ...]:
     """Join the cells of the same rows into one step each."""
     rows: dict[tuple[int, range], list[Step]] = {}
     for cell in cells:
@@ -153,7 +153,7 @@ def _join(cells: Iterable[Cell]) -> tuple[Step, ...]:
             [keys for step in steps for keys in step.keys],
             next((step.causal_keys for step in steps if step.causal_keys is not None), None),
         )
-        for (group, queries), steps in sorted(rows.items(), key=lambda each: each[0][1].start)
+        for (group, queries), steps in sorted(rows.items(), key=lambda item: item[0][1].start)
     )
 
 

@@ -63,22 +63,18 @@ def lay_out_within(
     usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
     if limit.max_bytes is None:
         return usual
-    chosen = _choose(limit, seqlens_q, seqlens_kv, shape, **options)
+    chosen = _choose_order(limit, seqlens_q, seqlens_kv, shape, **options)
     if chosen is None:
         return usual
     degree, kind, order = chosen
     options |= {"plan": kind, "head_parallel": degree, "with_gradients": True}
     layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
-    return _bound(layout, _cut(layout), order, shape)
+    return _reorder(layout, _cut_plan(layout), order, shape)
 
 
 @lru_cache(maxsize=64)
-def _choose(
-    limit: Limit,
-    seqlens_q: Lengths,
-    seqlens_kv: Lengths,
-    shape: AttentionShape,
-    **options: Any,
+def _choose_order(
+    limit: Limit, seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, **options: Any
 ) -> tuple[int, Kind, TokenOrder] | None:
     """Return head-parallel degree, kind and order of the fastest order within a limit.
 
@@ -87,7 +83,7 @@ def _choose(
     """
     with_gradients, pattern = options["with_gradients"], options["pattern"]
     usual = lay_out(seqlens_q, seqlens_kv, 0, shape, **options)
-    whole_bytes = _count(limit, usual, with_gradients=with_gradients)
+    whole_bytes = _count_bytes(limit, usual, with_gradients=with_gradients)
     assert limit.max_bytes is not None
     if whole_bytes <= limit.max_bytes:
         return None
@@ -98,7 +94,7 @@ def _choose(
     def cut(degree: int, kind: Kind) -> tuple[Layout, CutPlan]:
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
         layout = lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen)
-        return layout, _cut(layout)
+        return layout, _cut_plan(layout)
 
     least: tuple[float, tuple[int, Kind, TokenOrder] | None] = whole_bytes, None
     num_pairs = None if bound is None else bound.num_pairs
@@ -127,13 +123,13 @@ def _choose(
     if not is_small and bound is None:
         *tensors, answer = workload.shard_bytes(len(seqlens_q))
         highest = answer + with_gradients * sum(tensors) + _MOST_DEVIATION * limit.max_bytes
-        smallest = sorted(predicted, key=lambda each: each.prediction.peak_bytes)[:_MOST_TRIED]
-        predicted = [each for each in predicted if each.prediction.peak_bytes <= highest]
+        smallest = sorted(predicted, key=lambda costs: costs.prediction.peak_bytes)[:_MOST_TRIED]
+        predicted = [costs for costs in predicted if costs.prediction.peak_bytes <= highest]
         predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        layout = _bound(*cut(degree, kind), order, shape)
-        held = _count(limit, layout, with_gradients=with_gradients)
+        layout = _reorder(*cut(degree, kind), order, shape)
+        held = _count_bytes(limit, layout, with_gradients=with_gradients)
         if held < least[0]:
             least = held, (degree, kind, order)
         if held <= limit.max_bytes:
@@ -146,26 +142,26 @@ def _choose(
     )
 
 
-def _cut(layout: Layout) -> CutPlan:
-    shards = layout.of_queries.shards, layout.of_keys.shards
+def _cut_plan(layout: Layout) -> CutPlan:
+    shards = layout.query_route.shards, layout.key_route.shards
     return CutPlan(layout.plan, shards, len(shards[QUERIES]) // layout.plan.num_tasks)
 
 
-def _bound(layout: Layout, cut_plan: CutPlan, order: TokenOrder, shape: AttentionShape) -> Layout:
+def _reorder(layout: Layout, cut_plan: CutPlan, order: TokenOrder, shape: AttentionShape) -> Layout:
     """Return the layout of a rank that receives tokens in an order."""
-    num_ranks = len(layout.of_queries.shards)
+    num_ranks = len(layout.query_route.shards)
     chunks = make_chunks(order.num_chunks, num_ranks, cut_plan.head_parallel, shape)
     rounds, steps = cut_plan.rounds(order, layout.rank), layout.steps
     separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
     return replace(layout, rounds=rounds, chunks=chunks, is_bounded=True, **separate)
 
 
-def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
+def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
     """Return the most bytes that any rank holds, given the layout of one.
 
     If the limit is free memory, results and gradients are included.
     """
-    shards, chunk = (layout.of_queries.shards, layout.of_keys.shards), layout.chunks[0]
+    shards, chunk = (layout.query_route.shards, layout.key_route.shards), layout.chunks[0]
     heads, kv_heads = len(chunk.query_heads[0]), len(chunk.kv_heads[0])
     head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
     devices = [
@@ -177,7 +173,7 @@ def _count(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
             (len(shard), len(key_shard)),
             (head_parallel, min(head_parallel, limit.shape.kv_heads)),
             None if layout.is_bounded else limit.num_turns,
-            layout.of_results.flows[rank],
+            layout.result_route.flows[rank],
             layout.separate[rank],
             is_final=layout.is_final,
             with_lse=limit.with_lse,

@@ -65,7 +65,7 @@ class ChunkPass(ChunkRounds[Route]):
             own = self.chunk.heads[sides[0]][route.rank]
             rows = next(iter(route.sends[route.rank]), range(0))
             return Transfer(
-                [_select(each, own)[:, :, rows.start : rows.stop] for each in tensors], []
+                [_narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
             )
         heads = [self.chunk.heads[side] for side in owners]
         routes = [current.routes[side] for side in owners]
@@ -120,10 +120,10 @@ class ForwardPass(ChunkPass):
         """Query, key and value that were received, and final results."""
         self._answer, self._sinks, self._with_lse, self._keep = answer, sinks, with_lse, keep
         heads = dict.fromkeys(self.chunk.query_heads)
-        self._places = {each: Partial(*(_select(part, each) for part in answer)) for each in heads}
+        self._places = {span: Partial(*(_narrow(part, span) for part in answer)) for span in heads}
         self._merges: dict[range, RunningMerge] = {}
         if self.layout.is_bounded:
-            self._merges = {each: RunningMerge(place) for each, place in self._places.items()}
+            self._merges = {span: RunningMerge(place) for span, place in self._places.items()}
         self._results: Partial | None = None
         self._merge: RunningMerge | None = None
         """Merges the results of a batch of queries, past which keys are streamed."""
@@ -170,7 +170,7 @@ class ForwardPass(ChunkPass):
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
         heads, rank = self.chunk.query_heads, self.layout.rank
-        route = current.routes[QUERIES] if self.layout.is_bounded else self.layout.of_results
+        route = current.routes[QUERIES] if self.layout.is_bounded else self.layout.result_route
         if self.layout.is_final:
             done = None if self._keep else rank
             for target, result, fill in zip(self._answer, received, (0, -torch.inf), strict=False):
@@ -201,7 +201,7 @@ class ForwardPass(ChunkPass):
         They are kept only if they cover all keys of their queries.
         """
         layout, (query, *_), keys = self.layout, *self._held
-        route, is_kept = layout.of_results, self._keep and layout.is_final
+        route, is_kept = layout.result_route, self._keep and layout.is_final
         # Without rows, the results determine only dtype and shape.
         results = self._empty_results(sum(route.receives) if is_kept else 0)
         sent = results if self._with_lse or not layout.is_final else results[:1]
@@ -221,7 +221,7 @@ class ForwardPass(ChunkPass):
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
-        query = HeldTokens.packed(self._held[QUERIES][0], self.layout.of_queries.held)
+        query = HeldTokens.packed(self._held[QUERIES][0], self.layout.query_route.held)
         steps = self.layout.away_steps
         self._worker.run_steps(
             steps, query, *self._held_keys(steps), sinks=self._sinks, into=results
@@ -253,7 +253,7 @@ class ForwardPass(ChunkPass):
         ranges = layout.queries, layout.keys, layout.keys
         shards = [tensor for tensors in self._sent for tensor in tensors]
         return [
-            HeldTokens.packed(_select(shard, heads[layout.rank]), (tokens,))
+            HeldTokens.packed(_narrow(shard, heads[layout.rank]), (tokens,))
             for shard, heads, tokens in zip(shards, self.chunk.heads, ranges, strict=True)
         ]
 
@@ -261,7 +261,7 @@ class ForwardPass(ChunkPass):
         """Return keys and values for steps: this rank's shard if it has them all, else received."""
         if see_only(self.layout.keys, steps):
             return self._own_tokens[1:]
-        return [HeldTokens.packed(each, self.layout.of_keys.held) for each in self._held[KEYS]]
+        return [HeldTokens.packed(kv, self.layout.key_route.held) for kv in self._held[KEYS]]
 
     def _empty_results(self, num_rows: int) -> Partial:
         """Return uninitialised partial outputs of this rank's heads."""
@@ -293,8 +293,8 @@ class BackwardPass(ChunkPass):
         """For each gradient and range of heads, its place and its sum, if parts are added."""
         if self.layout.is_bounded:
             for gradient, heads in zip(gradients(), self.chunk.heads, strict=True):
-                places = {each: _select(gradient, each) for each in dict.fromkeys(heads)}
-                self._sums.append({each: (part, _sum_of(part)) for each, part in places.items()})
+                places = {group: _narrow(gradient, group) for group in dict.fromkeys(heads)}
+                self._sums.append({group: (part, _sum_of(part)) for group, part in places.items()})
 
     def compute(self, current: Round[Route]) -> None:
         """Add the gradients of a round to those of the tokens held."""
@@ -318,7 +318,7 @@ class BackwardPass(ChunkPass):
         results, routes, dtype = list[Tensor](), list[Route](), self._sent[QUERIES][0].dtype
         for side in sides:
             self._held[side].clear()
-            results += [each.to(dtype) for each in self._results[side]]
+            results += [gradient.to(dtype) for gradient in self._results[side]]
             routes += [current.routes[side]] * len(self._results[side])
             self._results[side].clear()
         return self._exchange.send_back(next(self._turns), results, routes)
@@ -351,7 +351,7 @@ def _sum_of(place: Tensor) -> Tensor:
     return place if place.dtype == dtype else place.new_zeros(place.shape, dtype=dtype)
 
 
-def _select(tensor: Tensor, heads: range) -> Tensor:
+def _narrow(tensor: Tensor, heads: range) -> Tensor:
     if len(heads) == tensor.shape[1]:
         return tensor
     return tensor[:, heads.start : heads.stop]
@@ -384,7 +384,7 @@ def _place(
             del num_rows[groups[done]]
         for group, number in num_rows.items():
             if number < target.shape[2]:
-                _select(target, group).fill_(nothing)
+                _narrow(target, group).fill_(nothing)
     copy_rows(received, targets, schedule_back(route, tuple(heads)))
 
 
@@ -409,4 +409,4 @@ def _add_up(
         _place(targets, sent, [heads[n] for n in once], route, 0)
         for n in set(chosen).difference(once):
             for group, parts in by_heads(received[n], route, heads[n]).items():
-                sum_rows(_select(gradients[n], group), parts)
+                sum_rows(_narrow(gradients[n], group), parts)

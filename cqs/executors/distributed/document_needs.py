@@ -35,17 +35,17 @@ class DocumentNeeds:
             head_parallel: Number of ranks of a task.
         """
         self._documents, self._num_ranks = placement.documents, len(shards_q)
-        self._shards_kv = np.array([(each.start, each.stop) for each in shards_kv])
-        first, last = np.array([(each.start, each.stop) for each in shards_q]).T
-        self.all = _of_ranks(placement.queries, head_parallel)
-        self.keys = _of_ranks(placement.keys, head_parallel)
+        self._shards_kv = np.array([(shard.start, shard.stop) for shard in shards_kv])
+        first, last = np.array([(shard.start, shard.stop) for shard in shards_q]).T
+        self.all = _repeat_per_rank(placement.queries, head_parallel)
+        self.keys = _repeat_per_rank(placement.keys, head_parallel)
         rank, start, stop = self.all
         first, last = first[rank], last[rank]
         self.home = self._live(rank, np.maximum(start, first), np.minimum(stop, last))
         before = rank, start, np.minimum(stop, first)
         after = rank, np.maximum(start, last), stop
         # An empty shard has nothing at home; its ends must not cut the queries of its rank.
-        both = (np.concatenate(each) for each in zip(before, after, strict=True))
+        both = (np.concatenate(column) for column in zip(before, after, strict=True))
         self.away = unite(self._live(*both))
 
     def steps(self, ranges: Ranges, rank: int) -> tuple[Step, ...]:
@@ -53,7 +53,7 @@ class DocumentNeeds:
         _, starts, stops = ranges.of_task(rank)
         key_ends = self._documents.keys_of(starts, stops)
         pairs = self._documents.live_before(stops) - self._documents.live_before(starts)
-        columns = (each.tolist() for each in (starts, stops, *key_ends, pairs))
+        columns = (column.tolist() for column in (starts, stops, *key_ends, pairs))
         return tuple(
             Step(rank, range(start, stop), (range(key, key_stop),), None, live_pairs)
             for start, stop, key, key_stop, live_pairs in zip(*columns, strict=True)
@@ -71,14 +71,14 @@ class DocumentNeeds:
             first, last = self._shards_kv[rank].T
             is_missing = (start < first) | (stop > last)
             receives = np.bincount(rank[is_missing], minlength=self._num_ranks) > 0
-            parts.append(tuple(each[receives[rank]] for each in (rank, start, stop)))
-        return unite(Ranges(*(np.concatenate(each) for each in zip(*parts, strict=True))))
+            parts.append(tuple(column[receives[rank]] for column in (rank, start, stop)))
+        return unite(Ranges(*(np.concatenate(columns) for columns in zip(*parts, strict=True))))
 
     def listed(self, ranges: Ranges) -> Wanted:
         """Return the ranges of every rank."""
-        found = ranges.listed()
+        token_ranges = ranges.listed()
         marks = np.searchsorted(ranges.task, np.arange(self._num_ranks + 1)).tolist()
-        return [tuple(found[a:b]) for a, b in zip(marks, marks[1:], strict=False)]
+        return [tuple(token_ranges[a:b]) for a, b in zip(marks, marks[1:], strict=False)]
 
     def _live(self, rank: Integers, start: Integers, stop: Integers) -> Ranges:
         """Return the ranges that have a live pair."""
@@ -87,11 +87,11 @@ class DocumentNeeds:
         return Ranges(rank[live], start[live], stop[live])
 
 
-def _of_ranks(ranges: Ranges, head_parallel: int) -> Ranges:
-    """Return the ranges of tasks for each of their ranks."""
+def _repeat_per_rank(ranges: Ranges, head_parallel: int) -> Ranges:
+    """Repeat the token ranges of every task for each of its ranks."""
     if head_parallel == 1:
         return ranges
-    task, start, stop = (np.repeat(each, head_parallel) for each in ranges)
+    task, start, stop = (np.repeat(column, head_parallel) for column in ranges)
     rank = task * head_parallel + np.tile(np.arange(head_parallel), len(ranges.task))
     order = np.lexsort((start, rank))
     return Ranges(rank[order], start[order], stop[order])

@@ -11,11 +11,11 @@ from torch import Tensor
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, RowCopy
 from cqs.executors.distributed.transport.transfer import (
+    CallPass,
     Fill,
     LostError,
     Packet,
     PacketLayout,
-    Pass,
     Transfer,
     Transport,
 )
@@ -33,16 +33,16 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, of_pass: Pass, num_chunks: int) -> None:
+    def __init__(self, transport: Transport, call_pass: CallPass, num_chunks: int) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
-            of_pass: The pass in which the tensors are sent.
+            call_pass: The pass in which the tensors are sent.
             num_chunks: Number of head chunks of the pass, each sent once in each direction, or of
                 exchanges in transit. Chunk i uses buffer slot ``i % num_turns`` of the transport.
         """
-        self._transport, self._pass = transport, of_pass
+        self._transport, self._pass = transport, call_pass
         self._num_turns = min(num_chunks, transport.num_turns)
         self._transfers: list[Transfer] = []
 
@@ -120,10 +120,10 @@ class Exchange:
             The transfer of the results for this rank's shard; :func:`by_heads` splits them.
         """
         packets = [
-            Packet(_layout_home(route, (each.shape[1],), *_row_of(each), is_packed=True), [each])
-            for each in like
+            Packet(_layout_home(route, (out.shape[1],), *_row_of(out), is_packed=True), [out])
+            for out in like
         ]
-        return self._send(chunk, packets, lambda rows: make([each.movedim(0, 2) for each in rows]))
+        return self._send(chunk, packets, lambda rows: make([view.movedim(0, 2) for view in rows]))
 
     def _send(self, chunk: int, packets: Sequence[Packet], fill: Fill | None = None) -> Transfer:
         """Send packets, whose rows ``fill`` writes or each packet copies from its sources."""
@@ -176,14 +176,14 @@ def by_heads(
         For each range of heads, results ``[batch, heads, rows, ...]`` and their rows of this rank's
         shard.
     """
-    found: dict[range, list[tuple[Tensor, slice]]] = {of_rank: [] for of_rank in heads}
+    groups: dict[range, list[tuple[Tensor, slice]]] = {rank_heads: [] for rank_heads in heads}
     first = 0
-    for of_rank, ranges in zip(heads, route.sends, strict=True):
+    for rank_heads, ranges in zip(heads, route.sends, strict=True):
         for rows in ranges:
             part = received[:, :, first : first + len(rows)]
-            found[of_rank].append((part, slice(rows.start, rows.stop)))
+            groups[rank_heads].append((part, slice(rows.start, rows.stop)))
             first += len(rows)
-    return found
+    return groups
 
 
 @lru_cache(maxsize=256)
@@ -197,8 +197,8 @@ def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
     schedule, there = [], 0
     for rank, ranges in enumerate(route.sends):
         for rows in ranges:
-            for i, of_ranks in enumerate(heads):
-                first, width = of_ranks[rank].start, len(of_ranks[rank])
+            for i, head_ranges in enumerate(heads):
+                first, width = head_ranges[rank].start, len(head_ranges[rank])
                 schedule.append(RowCopy(i, there, rows.start, len(rows), 0, first, width))
             there += len(rows)
     return tuple(schedule)
@@ -214,7 +214,7 @@ def _layout_out(
     route: Route, heads: tuple[HeadsOfRanks, ...], batch: int, dim: tuple[int, ...], itemsize: int
 ) -> PacketLayout:
     """Return the layout of shard rows that are sent to the ranks which require them."""
-    widths = tuple(len(of_ranks[0]) for of_ranks in heads)
+    widths = tuple(len(head_ranges[0]) for head_ranges in heads)
     row_shape, schedule = (batch, sum(widths), *dim), _schedule_out(route, heads)
     return PacketLayout(route, row_shape, itemsize, widths, schedule, is_home=False)
 
@@ -244,8 +244,8 @@ def _schedule_out(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule
         is_own = rank == route.rank
         for rows in ranges:
             there = next_rows[is_own]
-            for i, of_ranks in enumerate(heads, start=len(heads) if is_own else 0):
-                first, width = of_ranks[rank].start, len(of_ranks[rank])
+            for i, head_ranges in enumerate(heads, start=len(heads) if is_own else 0):
+                first, width = head_ranges[rank].start, len(head_ranges[rank])
                 schedule.append(RowCopy(i, rows.start, there, len(rows), first, 0, width))
             next_rows[is_own] += len(rows)
     return tuple(schedule)

@@ -73,12 +73,12 @@ class Layout:
     """Positions of the queries of this rank's shard."""
     keys: range
     """Positions of the keys of this rank's shard."""
-    of_queries: Route
+    query_route: Route
     """Route of the queries; includes this rank's own queries if gradients are required."""
-    of_keys: Route
+    key_route: Route
     """Route of keys and values; includes this rank's own if steps also read keys of other ranks. It
-    is the same object as ``of_queries`` either on every rank or on none."""
-    of_results: Route
+    is the same object as ``query_route`` either on every rank or on none."""
+    result_route: Route
     """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
     """Head chunks, which together cover all heads."""
@@ -93,12 +93,12 @@ class Layout:
     @cached_property
     def rank(self) -> int:
         """The rank whose work this is."""
-        return self.of_queries.rank
+        return self.query_route.rank
 
     @property
     def routes(self) -> tuple[Route, Route, Route]:
         """Routes of query, key and value."""
-        return self.of_queries, self.of_keys, self.of_keys
+        return self.query_route, self.key_route, self.key_route
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -117,14 +117,14 @@ class Layout:
             shape: Heads, head dimensions, batch and element size of the shards.
         """
         num_heads, kv_heads, _ = (
-            sum(len(of_ranks[0]) for of_ranks in each)
-            for each in zip(*(chunk.heads for chunk in self.chunks), strict=True)
+            sum(len(head_ranges[0]) for head_ranges in chunk_heads)
+            for chunk_heads in zip(*(chunk.heads for chunk in self.chunks), strict=True)
         )
         part = replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
         output = part.batch * part.num_heads * part.value_columns * part.itemsize
-        queries, keys = self.of_queries.num_moved, self.of_keys.num_moved
+        queries, keys = self.query_route.num_moved, self.key_route.num_moved
         sent = part.query_bytes(queries) + part.key_bytes(keys)
-        return sent + output * self.of_results.num_moved
+        return sent + output * self.result_route.num_moved
 
     @cached_property
     def is_final(self) -> bool:
@@ -177,30 +177,30 @@ def lay_out(
     num_pairs = None if bound is None else bound.num_pairs
     workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
     passes = "both" if with_gradients else "forward"
-    chosen = _choose(
+    chosen = _choose_plan(
         workload, bound, seqlens_q, seqlens_kv, machine, passes, plan, head_parallel, tile
     )
     kind, head_parallel = chosen.kind, chosen.head_parallel
     assert kind is not None
     if isinstance(kind, Documents) and not kind.shards:
-        shards, key_shards = (join_shards(each, head_parallel) for each in (seqlens_q, seqlens_kv))
+        shards, key_shards = (join_shards(lens, head_parallel) for lens in (seqlens_q, seqlens_kv))
         kind = Documents(shards, key_shards, kind.tolerance)
     num_tasks = num_ranks // head_parallel
-    plan_of_tasks = make_plan(
+    task_plan = make_plan(
         *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
     )
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
     find = _find_document_needs if isinstance(kind, Documents) else _find_needs
     split, separate, wanted_results, wanted_queries, wanted_keys = find(
-        plan_of_tasks, shards_q, shards_kv, rank, head_parallel, with_gradients
+        task_plan, shards_q, shards_kv, rank, head_parallel, with_gradients
     )
-    of_queries = of_results = Route(shards_q, wanted_results, rank)
+    query_route = result_route = Route(shards_q, wanted_results, rank)
     if wanted_queries != wanted_results:
-        of_queries = Route(shards_q, wanted_queries, rank)
-    of_keys = Route(shards_kv, wanted_keys, rank)
+        query_route = Route(shards_q, wanted_queries, rank)
+    key_route = Route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
-        of_keys = of_queries
-    number = replace(workload, num_pairs=plan_of_tasks.live_pairs).num_chunks(
+        key_route = query_route
+    number = replace(workload, num_pairs=task_plan.live_pairs).num_chunks(
         num_ranks,
         head_parallel,
         num_chunks,
@@ -211,9 +211,9 @@ def lay_out(
     )
     chunks = make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]
-    whole = Round((of_queries, of_keys), steps=sum(split, ()))
+    whole = Round((query_route, key_route), steps=sum(split, ()))
     return Layout(
-        plan_of_tasks, *split, *own, of_queries, of_keys, of_results, chunks, separate, (whole,)
+        task_plan, *split, *own, query_route, key_route, result_route, chunks, separate, (whole,)
     )
 
 
@@ -274,18 +274,18 @@ def _find_document_needs(
     head_parallel: int,
     with_gradients: bool,
 ) -> tuple[SplitSteps, Separate, Wanted, Wanted, Wanted]:
-    """Return what :func:`_find_needs` does, without the steps of other ranks."""
+    """Return the results of :func:`_find_needs` without making the steps of other ranks."""
     needs = DocumentNeeds(plan.placement, shards_q, shards_kv, head_parallel)
     nothing = [(0, 0)] * len(shards_q)
     if with_gradients:
         split, results = SplitSteps((), (), needs.steps(needs.all, rank)), needs.listed(needs.all)
         return split, nothing, results, results, needs.listed(needs.keys)
-    split = SplitSteps((), *(needs.steps(each, rank) for each in (needs.home, needs.away)))
+    split = SplitSteps((), *(needs.steps(ranges, rank) for ranges in (needs.home, needs.away)))
     results = needs.listed(needs.away)
     return split, nothing, results, results, needs.listed(needs.remote_keys())
 
 
-def _choose(
+def _choose_plan(
     workload: Workload,
     bound: BoundPattern | None,
     seqlens_q: Lengths,
@@ -297,9 +297,9 @@ def _choose(
     tile: int,
 ) -> Prediction:
     """Choose the kind of the plan and the head-parallel degree; see :func:`lay_out`."""
-    num_ranks, found = len(seqlens_q), None
+    num_ranks, documents = len(seqlens_q), None
     if isinstance(bound, BoundDocuments) and plan in (None, "any", "documents"):
-        found = predict_documents(
+        documents = predict_documents(
             workload,
             bound,
             seqlens_q,
@@ -311,8 +311,8 @@ def _choose(
         )
         least = workload.one_device_seconds(machine, passes) / num_ranks
         is_one_host = plan is None and machine.devices_per_node >= num_ranks
-        if plan == "documents" or is_one_host or found.seconds <= (1 + _SLACK) * least:
-            return found
+        if plan == "documents" or is_one_host or documents.seconds <= (1 + _SLACK) * least:
+            return documents
     chosen = predict(
         "cqs", workload, num_ranks, machine, passes, _SLACK, plan=plan, head_parallel=head_parallel
     )
@@ -320,7 +320,7 @@ def _choose(
         degree = 1 if isinstance(head_parallel, str) else head_parallel
         fit_kind(plan or "quorums", num_ranks // degree)
     assert chosen is not None, "other plans fit a degree of 1"
-    return chosen if found is None or chosen.seconds < found.seconds else found
+    return chosen if documents is None or chosen.seconds < documents.seconds else documents
 
 
 def make_chunks(
@@ -328,13 +328,13 @@ def make_chunks(
 ) -> tuple[HeadChunk, ...]:
     """Divide the head group of every rank into ``number`` equal head chunks."""
 
-    def of_ranks(num_heads: int, i: int) -> tuple[range, ...]:
+    def cut_heads(num_heads: int, i: int) -> tuple[range, ...]:
         size = max(num_heads // head_parallel, 1) // number
         # With fewer heads than head groups, several groups share a head.
         firsts = (r % head_parallel * num_heads // head_parallel for r in range(num_ranks))
         return tuple(range(first + i * size, first + (i + 1) * size) for first in firsts)
 
     return tuple(
-        HeadChunk(i, of_ranks(shape.num_heads, i), of_ranks(shape.kv_heads, i))
+        HeadChunk(i, cut_heads(shape.num_heads, i), cut_heads(shape.kv_heads, i))
         for i in range(number)
     )

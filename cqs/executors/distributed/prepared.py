@@ -26,7 +26,7 @@ from cqs.executors.distributed.probe import Links, probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.transport.transfer import Pass, Transport
+from cqs.executors.distributed.transport.transfer import CallPass, Transport
 from cqs.executors.distributed.transport.transports import (
     count_sends,
     ranks_per_host,
@@ -140,16 +140,16 @@ class PreparedCalls:
             if predicted is not None:
                 with suppress(_OtherShardsError):
                     try:
-                        return self._attend(group, problem, predicted, Pass(number, confirm))
+                        return self._attend(group, problem, predicted, CallPass(number, confirm))
                     finally:
                         confirm()  # at the latest; an error may be that of other shards alone
             shards = _remember(self._predicted, own[:2], agree())
-            return self._attend(group, problem, shards, Pass(number))
+            return self._attend(group, problem, shards, CallPass(number))
         except Exception:
             agree()  # an error of which all ranks know comes first
             raise
 
-    def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: Pass) -> Partial:
+    def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: CallPass) -> Partial:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
         problem = placement.bind(problem, shards.seed)
@@ -179,7 +179,7 @@ class PreparedCalls:
                 if terms is not None and part.terms is not None:
                     of_task, bias = terms.gather(part.terms)
                 answer, kept = task.attend(
-                    part, of_task, with_lse=with_lse, keep=keep, of_pass=of_pass
+                    part, of_task, with_lse=with_lse, keep=keep, call_pass=of_pass
                 )
 
             def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
@@ -353,7 +353,7 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
         request = Request({"call": f"the backward pass of call {number}"})
         agreement = Agreement(group, request, num_exchanges=count_sends(group))
         try:
-            gradients = compute(of_pass=Pass(number, agreement.wait))
+            gradients = compute(call_pass=CallPass(number, agreement.wait))
         finally:
             agreement.wait()
     calls.check()

@@ -37,12 +37,12 @@ class Links(NamedTuple):
     def check(cls, links: Iterable[float]) -> "Links":
         """Return the links, or raise TypeError or ValueError."""
         try:
-            found = cls(*map(float, links))
+            checked = cls(*map(float, links))
         except (TypeError, ValueError) as error:
             raise TypeError(f"links must be (bandwidth, latency), got {links!r}") from error
-        if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
+        if not (0 < checked.bandwidth < math.inf and 0 <= checked.latency < math.inf):
             raise ValueError(f"links must be positive and finite, got {links!r}")
-        return found
+        return checked
 
 
 def probe_links(group: Any, device: torch.device) -> Links:
@@ -71,8 +71,8 @@ def probe_links(group: Any, device: torch.device) -> Links:
             if rank in (0, other):
                 links = _measure(group, device, other - rank, sharing)
                 steps = [round(_STEPS_PER_OCTAVE * math.log2(rate)) for rate in links]
-        found = swap(control_group(group), steps)[: len(steps)]
-        _measured[group] = Links(*(2 ** (step / _STEPS_PER_OCTAVE) for step in found))
+        rank_steps = swap(control_group(group), steps)[: len(steps)]
+        _measured[group] = Links(*(2 ** (step / _STEPS_PER_OCTAVE) for step in rank_steps))
     return _measured[group]
 
 

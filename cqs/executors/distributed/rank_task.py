@@ -14,7 +14,7 @@ from cqs.executors.distributed.chunk_pass import BackwardPass, ChunkPass, Forwar
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.transport.streams import open_streams
-from cqs.executors.distributed.transport.transfer import Pass, Transport
+from cqs.executors.distributed.transport.transfer import CallPass, Transport
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 196_608
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
 BOUNDED_TURNS = 2
 """Number of exchanges in transit in one direction if memory is limited."""
-AGREED = Pass()
+AGREED = CallPass()
 _ChunkPass = TypeVar("_ChunkPass", bound=ChunkPass)
 
 
@@ -55,7 +55,7 @@ class RankTask:
         *,
         with_lse: bool,
         keep: bool,
-        of_pass: Pass = AGREED,
+        call_pass: CallPass = AGREED,
     ) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
@@ -65,7 +65,7 @@ class RankTask:
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
-            of_pass: The pass; by default one on which the ranks have agreed.
+            call_pass: The pass; by default one on which the ranks have agreed.
 
         Returns:
             Output and LSE of this rank's queries, and the kept tensors.
@@ -88,15 +88,15 @@ class RankTask:
                 keep=keep,
             )
 
-        passes = self._run(make, problem.query.device, of_pass, at_once)
+        passes = self._run(make, problem.query.device, call_pass, at_once)
         if final_sinks is not None:  # rows with keys were computed with them
-            of_rows = final_sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
-            torch.maximum(answer.lse, of_rows, out=answer.lse)
+            row_sinks = final_sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
+            torch.maximum(answer.lse, row_sinks, out=answer.lse)
         elif sinks is not None:
             add_sinks(answer, sinks)
         if not keep:
             return answer, ()
-        kept = shards if layout.is_bounded else [each for one in passes for each in one.kept]
+        kept = shards if layout.is_bounded else [tensor for one in passes for tensor in one.kept]
         return answer, (*kept, *(() if layout.is_final else answer))
 
     def differentiate(
@@ -105,7 +105,7 @@ class RankTask:
         kept: Kept,
         grad_output: Tensor,
         terms: ScoreTerms | None = None,
-        of_pass: Pass = AGREED,
+        call_pass: CallPass = AGREED,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
@@ -114,7 +114,7 @@ class RankTask:
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
             terms: Score terms of this rank's task, with sums.
-            of_pass: The pass.
+            call_pass: The pass.
         """
         layout, answer = self.layout, Kept()
         gradients = cache(partial(self.new_gradients, grad_output, shapes))
@@ -135,7 +135,7 @@ class RankTask:
             )
 
         streams = self.transport.num_streams
-        self._run(make, grad_output.device, of_pass, streams, allocate=gradients)
+        self._run(make, grad_output.device, call_pass, streams, allocate=gradients)
         return gradients()
 
     def new_gradients(self, like: Tensor, shapes: Sequence[torch.Size]) -> Gradients:
@@ -147,7 +147,7 @@ class RankTask:
         self,
         make: Callable[[HeadChunk, Exchange, Iterator[int]], _ChunkPass],
         device: torch.device,
-        of_pass: Pass,
+        call_pass: CallPass,
         at_once: int,
         allocate: Callable[[], object] = lambda: None,
     ) -> list[_ChunkPass]:
@@ -156,14 +156,14 @@ class RankTask:
         Args:
             make: Makes the pass of a head chunk, given the exchange and the numbers of its turns.
             device: Device of the tensors.
-            of_pass: The pass.
+            call_pass: The pass.
             at_once: Number of head chunks that may be computed at the same time.
             allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
         chunks, is_bounded = self.layout.chunks, self.layout.is_bounded
         num_turns, at_once = (BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
         with (
-            Exchange(self.transport, of_pass, num_turns) as exchange,
+            Exchange(self.transport, call_pass, num_turns) as exchange,
             open_streams(device, min(at_once, len(chunks))) as on_stream,
         ):
             turns = count()
@@ -181,5 +181,5 @@ class RankTask:
         if terms is None:
             return worker
         first = self.layout.chunks[0].query_heads[self.layout.rank].start
-        of_chunk = terms.part(slice(None), slice(heads.start - first, heads.stop - first))
-        return replace(worker, terms=of_chunk)
+        chunk_terms = terms.part(slice(None), slice(heads.start - first, heads.stop - first))
+        return replace(worker, terms=chunk_terms)

@@ -33,12 +33,12 @@ def has_own_rows(group: Any, bias: Tensor, num_rows: int) -> bool:
         ValueError: Some ranks pass one row for all queries, and others do not; on all ranks.
     """
     own = _OWN_ROWS if bias.shape[2] != 1 else _EITHER if num_rows == 1 else _ONE_FOR_ALL
-    found = {*swap(control_group(group), [own])} - {_EITHER}
-    if len(found) > 1:
+    row_kinds = {*swap(control_group(group), [own])} - {_EITHER}
+    if len(row_kinds) > 1:
         raise ValueError(
             "scores.bias must have one row on all ranks, or on each the rows of its queries"
         )
-    return found != {_ONE_FOR_ALL}
+    return row_kinds != {_ONE_FOR_ALL}
 
 
 class RankTerms:
@@ -62,26 +62,30 @@ class RankTerms:
         self._terms = replace(terms, bias=None)  # autograd decides how long the tensor lives
         self._heads = [_heads_of(own.chunks, peer) for peer in range(len(layouts))]
         self._own_heads = _heads_of(own.chunks, own.rank)
-        queries = own.queries, *own.of_queries.held, *(step.queries for step in own.steps)
-        keys = own.keys, *own.of_keys.held, *keys_of(own.steps)
+        queries = own.queries, *own.query_route.held, *(step.queries for step in own.steps)
+        keys = own.keys, *own.key_route.held, *keys_of(own.steps)
         self._held = join_ranges(queries), join_ranges(keys)
         self._sent, self._received = list[list[Piece]](), list[list[Piece]]()
         if terms.bias is not None:
             self._has_columns = terms.bias.shape[3] != 1
-            self._sent = [self._pieces_of(each, own) for each in layouts]
-            self._received = [self._pieces_of(own, each) for each in layouts]
+            self._sent = [self._pieces_of(layout, own) for layout in layouts]
+            self._received = [self._pieces_of(own, layout) for layout in layouts]
 
     def gather(self, terms: ScoreTerms) -> tuple[ScoreTerms, tuple[Tensor, ...]]:
         """Return the terms of this rank's task, and its bias, if any; every rank calls this."""
-        of_task = terms.part(slice(None), self._own_heads)
-        if of_task.bias is None:
-            return of_task, ()
+        task_terms = terms.part(slice(None), self._own_heads)
+        if task_terms.bias is None:
+            return task_terms, ()
         if terms.held is not None:
-            of_task = hold(of_task, self._held, has_rows=True, has_columns=self._has_columns)
+            task_terms = hold(task_terms, self._held, has_rows=True, has_columns=self._has_columns)
             assert terms.bias is not None
-            self._swap(terms.bias, self._of_owner(terms.bias), self._of_task(of_task, of_task.bias))
-        assert of_task.bias is not None
-        return of_task, (of_task.bias,)
+            self._swap(
+                terms.bias,
+                self._owner_blocks(terms.bias),
+                self._task_blocks(task_terms, task_terms.bias),
+            )
+        assert task_terms.bias is not None
+        return task_terms, (task_terms.bias,)
 
     def with_sums(self, bias: Sequence[Tensor], sums: Sequence[Tensor]) -> ScoreTerms:
         """Return the terms of :meth:`gather` with sums for a backward pass.
@@ -90,53 +94,53 @@ class RankTerms:
             bias: The bias of this rank's task, if any.
             sums: Sums of the gradients of the leaves of this rank.
         """
-        of_rank = replace(self._terms, sums=tuple(sums))
-        of_task = of_rank.part(slice(None), self._own_heads)
+        rank_terms = replace(self._terms, sums=tuple(sums))
+        task_terms = rank_terms.part(slice(None), self._own_heads)
         if not bias:
-            return of_task
-        of_task = replace(of_task, bias=bias[0])
-        if of_rank.held is None:
-            return of_task
-        sums = of_task.sums
-        if of_rank.bias_requires_grad and sums:
+            return task_terms
+        task_terms = replace(task_terms, bias=bias[0])
+        if rank_terms.held is None:
+            return task_terms
+        sums = task_terms.sums
+        if rank_terms.bias_requires_grad and sums:
             sums = torch.zeros_like(bias[0], dtype=sums[0].dtype), *sums[1:]
-        return replace(of_task, held=self._held, sums=tuple(sums))
+        return replace(task_terms, held=self._held, sums=tuple(sums))
 
-    def return_sums(self, of_task: ScoreTerms, sums: Sequence[Tensor]) -> None:
+    def return_sums(self, task_terms: ScoreTerms, sums: Sequence[Tensor]) -> None:
         """Add the sums of all tasks to those of this rank's queries; every rank calls this."""
         if self._terms.held is not None and self._terms.bias_requires_grad:
-            sent = self._of_task(of_task, of_task.sums[0])
-            self._swap(sums[0], sent, self._of_owner(sums[0]))
+            sent = self._task_blocks(task_terms, task_terms.sums[0])
+            self._swap(sums[0], sent, self._owner_blocks(sums[0]))
 
     def _pieces_of(self, task: Layout, owner: Layout) -> list[Piece]:
         """Return the blocks of a bias that a task reads of the rows of an owner."""
         pieces = pieces_of(task.steps, has_rows=True, has_columns=self._has_columns)
-        found = ((overlap(rows, owner.queries), keys) for rows, keys in pieces)
-        return [(rows, keys) for rows, keys in found if rows]
+        common = ((overlap(rows, owner.queries), keys) for rows, keys in pieces)
+        return [(rows, keys) for rows, keys in common if rows]
 
-    def _of_owner(self, tensor: Any) -> list[list[Tensor]]:
+    def _owner_blocks(self, tensor: Any) -> list[list[Tensor]]:
         """Return the blocks that every rank requires, as views of a tensor of this rank's rows."""
         return [
             places(self._terms, of_heads(tensor, slice(None), heads), pieces)
             for heads, pieces in zip(self._heads, self._sent, strict=True)
         ]
 
-    def _of_task(self, of_task: ScoreTerms, tensor: Any) -> list[list[Tensor]]:
+    def _task_blocks(self, task_terms: ScoreTerms, tensor: Any) -> list[list[Tensor]]:
         """Return the blocks of every rank's rows, as views of a tensor of this rank's task."""
-        return [places(of_task, tensor, pieces) for pieces in self._received]
+        return [places(task_terms, tensor, pieces) for pieces in self._received]
 
     def _swap(self, like: Tensor, sent: list[list[Tensor]], received: list[list[Tensor]]) -> None:
         """Send blocks to every rank, and add those of every rank to their places."""
         packed = [block.reshape(-1) for blocks in sent for block in blocks]
         outgoing = torch.cat(packed) if packed else like.new_empty(0)
-        of_sent, of_received = (
-            [sum(block.numel() for block in blocks) for blocks in each] for each in (sent, received)
+        sent_sizes, received_sizes = (
+            [sum(block.numel() for block in blocks) for blocks in side] for side in (sent, received)
         )
-        incoming = like.new_empty(sum(of_received))
-        in_bytes = [each.view(torch.uint8) for each in (incoming, outgoing)]  # gloo has no bfloat16
-        splits = [[n * like.itemsize for n in numbers] for numbers in (of_received, of_sent)]
+        incoming = like.new_empty(sum(received_sizes))
+        views = [flat.view(torch.uint8) for flat in (incoming, outgoing)]  # gloo has no bfloat16
+        splits = [[n * like.itemsize for n in numbers] for numbers in (received_sizes, sent_sizes)]
         exchange: Any = dist.all_to_all_single
-        exchange(*in_bytes, *splits, group=self._group)
+        exchange(*views, *splits, group=self._group)
         unpack(incoming, [block for blocks in received for block in blocks])
 
 

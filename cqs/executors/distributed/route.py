@@ -96,9 +96,9 @@ class Route:
         np.fill_diagonal(numbers, 0)
         out, home = (
             PackOffsets(
-                tuple(each[:, : self.rank].sum(axis=1).tolist()), int(each.sum(axis=1).max())
+                tuple(counts[:, : self.rank].sum(axis=1).tolist()), int(counts.sum(axis=1).max())
             )
-            for each in (numbers, numbers.T)
+            for counts in (numbers, numbers.T)
         )
         return out, home
 
@@ -126,4 +126,4 @@ def cut_shards(lengths: Sequence[int]) -> list[range]:
 
 def _common(tokens: range, ranges: Sequence[range]) -> list[range]:
     """Return the non-empty intersections of the ranges with ``tokens``."""
-    return [common for each in ranges if (common := overlap(tokens, each))]
+    return [common for wanted in ranges if (common := overlap(tokens, wanted))]

@@ -31,29 +31,29 @@ def split_steps(
     Example:
         >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
         >>> split = split_steps([step], range(6, 9), range(5, 9))
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.own]
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.own]
         [(range(6, 8), (range(5, 6),), range(6, 8))]
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.home]
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.home]
         [(range(6, 8), (range(0, 5),), None)]
-        >>> [(each.queries, each.keys, each.causal_keys) for each in split.away]
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.away]
         [(range(4, 6), (range(0, 4),), range(4, 6))]
     """
     own: list[Step] = []
     home: list[Step] = []
     away: list[Step] = []
     for step in steps:
-        for rows in _cut(step.queries, queries):
+        for rows in _split(step.queries, queries):
             seen, square = _keys_of_rows(step, rows)
             parts = [(away, seen, square)]
             if contains(queries, rows):
-                here = [overlap(each, keys) for each in seen]
-                there = [e for each in seen for e in _cut(each, keys) if not contains(keys, e)]
+                here = [overlap(span, keys) for span in seen]
+                there = [e for span in seen for e in _split(span, keys) if not contains(keys, e)]
                 is_own = square is not None and contains(keys, square)
                 parts = [(own, here, square if is_own else None)]
                 parts += [(home, there, None if is_own else square)]
-            for chosen, of_part, diagonal in parts:
-                part = Step.of(step.query_group, rows, of_part, diagonal)
-                live = pattern is None or any(pattern.count(rows, each) for each in part.keys)
+            for chosen, spans, diagonal in parts:
+                part = Step.of(step.query_group, rows, spans, diagonal)
+                live = pattern is None or any(pattern.count(rows, span) for span in part.keys)
                 if part.live_pairs and live:
                     chosen.append(part)
     return SplitSteps(tuple(own), tuple(home), tuple(away))
@@ -84,7 +84,7 @@ def see_only(keys: range, steps: Iterable[Step]) -> bool:
     return all(contains(keys, block.keys) for step in steps for block in step.blocks())
 
 
-def _cut(tokens: range, at: range) -> list[range]:
+def _split(tokens: range, at: range) -> list[range]:
     """Split a range at both ends of ``at``."""
     marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
     return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]

@@ -71,12 +71,12 @@ def list_orders(
     """
     most = min(shape.kv_heads, most_chunks or shape.kv_heads)
     chunks = [n for n in range(1, most + 1) if shape.kv_heads % n == 0]
-    found = [TokenOrder(n, KEYS, 1, False) for n in chunks]
+    orders = [TokenOrder(n, KEYS, 1, False) for n in chunks]
     for n, resident in product(chunks, (QUERIES, KEYS)):
         most = max(num_units[resident], 1)
         numbers = {most, *(2**i for i in range(most.bit_length()))}
-        found += [TokenOrder(n, resident, number, True) for number in sorted(numbers)]
-    return found
+        orders += [TokenOrder(n, resident, number, True) for number in sorted(numbers)]
+    return orders
 
 
 def predict_order(
@@ -110,8 +110,8 @@ def predict_order(
     num_tasks, resident = num_devices // head_parallel, order.resident
     needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     counts = (
-        max(max(each.queries, each.query_results) for each in needs),
-        max(max(each.keys, each.key_results) for each in needs),
+        max(max(need.queries, need.query_results) for need in needs),
+        max(max(need.keys, need.key_results) for need in needs),
     )
     pairs = min(float(num_tasks), counts[0] * counts[1])
     chunks = order.num_chunks
@@ -127,10 +127,10 @@ def predict_order(
         is_local = head_parallel * counts[side] == 1
         return Flow(rows, rows * (not is_local), rows * is_local, is_local)
 
-    of_batch, of_part = flow(resident, per_batch), flow(1 - resident, seen / number)
-    parts = [(of_part, ())] * min(number, 3)  # later parts hold the same
+    batch_flow, part_flow = flow(resident, per_batch), flow(1 - resident, seen / number)
+    parts = [(part_flow, ())] * min(number, 3)  # later parts hold the same
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    rows = DeviceRows(make_rounds(resident, [(of_batch, parts)]), shard, groups)
+    rows = DeviceRows(make_rounds(resident, [(batch_flow, parts)]), shard, groups)
 
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
@@ -142,18 +142,18 @@ def predict_order(
     def exchange(side: int, num_bytes: float) -> float:
         return machine.exchange(*(shares[side] * num_bytes for shares in near))
 
-    there = exchange(1 - resident, of_part.sent * inputs[1 - resident])
-    back = exchange(1 - resident, of_part.sent * results[1 - resident])
-    exposed = exchange(resident, of_batch.sent * inputs[resident]) + there
-    exposed += exchange(resident, of_batch.sent * results[resident]) or back
+    there = exchange(1 - resident, part_flow.sent * inputs[1 - resident])
+    back = exchange(1 - resident, part_flow.sent * results[1 - resident])
+    exposed = exchange(resident, batch_flow.sent * inputs[resident]) + there
+    exposed += exchange(resident, batch_flow.sent * results[resident]) or back
     calls = counts[0] * (number if resident == QUERIES else order.num_batches)
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
     rounds = chunks * order.num_batches
     seconds = max(compute, rounds * (number - 1) * (there + back)) + rounds * exposed
 
-    moved = of_batch.sent * (inputs[resident] + results[resident])
-    moved += number * of_part.sent * (inputs[1 - resident] + results[1 - resident])
+    moved = batch_flow.sent * (inputs[resident] + results[resident])
+    moved += number * part_flow.sent * (inputs[1 - resident] + results[1 - resident])
     own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
     held = HeldBytes(shape, rows, chunks, is_backward=is_backward, has_buffer=False)
     return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
@@ -194,11 +194,11 @@ def predict_orders(
 
     Example:
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
-        >>> found = predict_orders(workload, 64, Machine(), plans=["quorums"], head_parallel=1)
-        >>> [each.prediction.peak_bytes // 2**20 for each in (found[0], found[-1])]
+        >>> costs = predict_orders(workload, 64, Machine(), plans=["quorums"], head_parallel=1)
+        >>> [order.prediction.peak_bytes // 2**20 for order in (costs[0], costs[-1])]
         [1738.0, 268.0]
     """
-    shape, found = workload.shape, []
+    shape, predictions = workload.shape, []
     per_node = machine.devices_per_node if machine.devices_per_node < num_devices else 1
     degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
@@ -219,5 +219,5 @@ def predict_orders(
                     strict=True,
                 )
                 prediction = Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
-                found.append(OrderPrediction(prediction, order))
-    return sorted(found, key=lambda each: each.prediction.seconds)
+                predictions.append(OrderPrediction(prediction, order))
+    return sorted(predictions, key=lambda costs: costs.prediction.seconds)

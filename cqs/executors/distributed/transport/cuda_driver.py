@@ -52,7 +52,7 @@ def allocate(num_bytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Free what :func:`allocate` allocated."""
+    """Free device memory that :func:`allocate` returned."""
     _check(_driver().cuMemFree_v2(address))
 
 
@@ -78,8 +78,8 @@ def open_memory(handle: bytes) -> int:
     """Return the address of another process's memory, or 0 if it cannot be accessed."""
     if not any(handle):
         return 0
-    address, of_peer = c_uint64(), _Handle.from_buffer_copy(handle)
-    error = _driver().cuIpcOpenMemHandle_v2(byref(address), of_peer, _LAZY_ACCESS)
+    address, peer_handle = c_uint64(), _Handle.from_buffer_copy(handle)
+    error = _driver().cuIpcOpenMemHandle_v2(byref(address), peer_handle, _LAZY_ACCESS)
     return 0 if error else address.value
 
 

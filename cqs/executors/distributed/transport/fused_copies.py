@@ -38,9 +38,9 @@ def copy_rows(
         sources, targets = tensors[:number], tensors[number:]
         batch, *_, dim = targets[0].shape
         # A grid for the longest copy and the most heads: programs beyond a copy's do nothing.
-        num_heads = max(each.num_heads for each in schedule)
-        num_blocks = triton.cdiv(max(each.num_rows for each in schedule), _BLOCK_ROWS)
-        strides = (tuple([each.stride()[:3] for each in part]) for part in (sources, targets))
+        num_heads = max(copy.num_heads for copy in schedule)
+        num_blocks = triton.cdiv(max(copy.num_rows for copy in schedule), _BLOCK_ROWS)
+        strides = (tuple([tensor.stride()[:3] for tensor in part]) for part in (sources, targets))
         constants = {
             "BLOCK_ROWS": _BLOCK_ROWS,
             "BLOCK_D": triton.next_power_of_2(dim),

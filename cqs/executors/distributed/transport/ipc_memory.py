@@ -78,13 +78,13 @@ class IpcMemory:
                 self.buffer[: self.flag_bytes].view(torch.int32).copy_(flags)
                 torch.cuda.synchronize()  # peers may write flags once they have the handle
             handles = swap(control, handle)
-            of_ranks = [
+            rank_handles = [
                 bytes(handles[first : first + len(handle)])
                 for first in range(0, len(handles), len(handle))
             ]
             self.addresses = [
-                address if rank == self.rank else cuda_driver.open_memory(of_rank)
-                for rank, of_rank in enumerate(of_ranks)
+                address if rank == self.rank else cuda_driver.open_memory(rank_handle)
+                for rank, rank_handle in enumerate(rank_handles)
             ]
         # One rank without memory or access would leave the others with buffers of different sizes.
         if all(swap(control, [all(self.addresses)])):

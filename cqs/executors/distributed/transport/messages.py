@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.transport.transfer import (
+    CallPass,
     Fill,
     LostError,
     Packet,
-    Pass,
     Transport,
     Wait,
 )
@@ -36,15 +36,15 @@ class MessageTransport(Transport):
         """Use a process group; ranks without rows post no messages."""
         # Its user decides how long a group lives, not the calls that are prepared for it.
         self._group = weakref.ref(group)
-        self._pass = Pass()
+        self._pass = CallPass()
 
-    def begin(self, of_pass: Pass) -> None:
+    def begin(self, call_pass: CallPass) -> None:
         """Begin a pass, whose messages carry the tag of its call."""
-        self._pass = of_pass
+        self._pass = call_pass
 
     def end(self) -> None:
         """End the pass."""
-        self._pass = Pass()  # its functions refer to the group
+        self._pass = CallPass()  # its functions refer to the group
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
@@ -66,18 +66,18 @@ class MessageTransport(Transport):
             sides = [(outgoing, packed, layout.lengths)]
             if not layout.route.stays:
                 sides.append((incoming, packet.received, layout.expected))
-            for found, tensor, lengths in sides:
+            for rows_by_rank, tensor, lengths in sides:
                 own, parts = layout.route.rank, tensor.split_with_sizes(lengths)
                 # A rank sends to the next one first: at the same time no two send to one rank.
                 for rank in (*range(own + 1, len(parts)), *range(own)):
                     if lengths[rank]:
-                        found.setdefault(rank, []).append(parts[rank])
+                        rows_by_rank.setdefault(rank, []).append(parts[rank])
         # Receives first: gloo tells a sender on their one connection that it may send, which would
         # wait behind rows that are sent the other way.
         messages = [
             dist.P2POp(operation, rows, group=group, tag=tag, group_peer=rank)
-            for operation, found in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for rank, tensors in found.items()
+            for operation, rows_by_rank in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for rank, tensors in rows_by_rank.items()
             for rows in tensors
         ]
         if not messages:
@@ -87,9 +87,9 @@ class MessageTransport(Transport):
             works = dist.batch_isend_irecv(messages)
 
         def wait(timeout: timedelta | None) -> None:
-            of_works = [[each] for each in messages] if len(works) == len(messages) else [messages]
+            posted = [[op] for op in messages] if len(works) == len(messages) else [messages]
             with _raising_lost_error():
-                for work, waited_for in zip(works, of_works, strict=True):
+                for work, waited_for in zip(works, posted, strict=True):
                     _wait_for(work, waited_for, timeout)
             messages.clear()  # releases the packed rows, which the messages read until now
 

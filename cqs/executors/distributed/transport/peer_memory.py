@@ -24,7 +24,7 @@ from torch import Tensor
 from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
 from cqs.executors.distributed.transport import cuda_driver
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory
-from cqs.executors.distributed.transport.transfer import Fill, Packet, Pass, Transport, Wait
+from cqs.executors.distributed.transport.transfer import CallPass, Fill, Packet, Transport, Wait
 from cqs.ranges import contains, meets
 from cqs.scheduler.machines import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
@@ -111,7 +111,7 @@ class PeerMemory(Transport):
         arguments = weakref.ref(self), memory, self._unfinished
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
-    def begin(self, of_pass: Pass) -> None:
+    def begin(self, call_pass: CallPass) -> None:
         """Begin a pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
 
         Raises:
@@ -119,7 +119,7 @@ class PeerMemory(Transport):
                 captured before the first allocation.
             torch.OutOfMemoryError: A rank has no device memory for the flags.
         """
-        self._confirm, self._opened = of_pass.confirm, None
+        self._confirm, self._opened = call_pass.confirm, None
         if not self._memory.buffer.nbytes:
             if self._confirm is not None:
                 self._confirm()
@@ -173,7 +173,7 @@ class PeerMemory(Transport):
                 self._start_pass()
             self._open_pass()
         *firsts, end = accumulate(sizes, initial=flag_bytes + turn * sum(sizes))
-        readers = [rank for rank in self._others if any(each.lengths[rank] for each in layouts)]
+        readers = [rank for rank in self._others if any(layout.lengths[rank] for layout in layouts)]
         # The allocator may have given `received` memory that this stream still uses: the copies
         # wait for the event `free`.
         received = [packet.received for packet in packets if not packet.layout.route.stays]
@@ -389,8 +389,8 @@ class PeerMemory(Transport):
     def _rows(self, first: int, packet: Packet) -> Tensor:
         """Return the send buffer from byte ``first`` on as the packed rows of a packet."""
         layout = packet.layout
-        found = self._memory.buffer[first : first + layout.num_sent * layout.row_bytes]
-        return found.view(packet.sources[0].dtype).view(layout.num_sent, *layout.row_shape)
+        packed = self._memory.buffer[first : first + layout.num_sent * layout.row_bytes]
+        return packed.view(packet.sources[0].dtype).view(layout.num_sent, *layout.row_shape)
 
     def _wait_flag(self, stream: torch.cuda.Stream, rank: int, row: int, value: int) -> None:
         """Make a stream wait until a flag in this rank's memory is at least ``value``.
@@ -461,11 +461,11 @@ def connect_peers(group: Any, device: torch.device) -> PeerMemory | None:
 
 
 def _watch(
-    of: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
+    transport_ref: "weakref.ref[PeerMemory]", memory: IpcMemory, unfinished: deque[torch.cuda.Event]
 ) -> None:
     """Enforce the timeout while the transport exists, then free its send buffer."""
     cuda_driver.relax_capture()
-    while (transport := of()) is not None:
+    while (transport := transport_ref()) is not None:
         transport.check_time()
         del transport
         time.sleep(_WATCH_SECONDS)

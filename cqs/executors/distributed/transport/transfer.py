@@ -1,4 +1,4 @@
-"""Packets of tensor rows that ranks exchange, and the interface of what sends them."""
+"""Packets of tensor rows that ranks exchange, and the interface of the transports."""
 
 import math
 import time
@@ -69,8 +69,8 @@ class PacketLayout:
 
     def by_source(self, rows: Tensor) -> list[Tensor]:
         """Return views ``[batch, heads, rows, ...]`` of packed rows, one for each source."""
-        of_all = rows.movedim(0, 2)
-        return [of_all] if len(self.widths) == 1 else list(of_all.split_with_sizes(self.widths, 1))
+        packed = rows.movedim(0, 2)
+        return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ A transport on CPUs blocks the host in both cases.
 """
 
 
-class Pass(NamedTuple):
+class CallPass(NamedTuple):
     """A forward or backward pass of one call."""
 
     number: int = 0
@@ -139,7 +139,7 @@ class Transport:
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
-    def begin(self, of_pass: "Pass") -> None:
+    def begin(self, call_pass: "CallPass") -> None:
         """Begin a forward or backward pass; all ranks of the group must call this equally often."""
 
     def end(self) -> None:

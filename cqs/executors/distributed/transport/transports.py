@@ -67,8 +67,8 @@ def _connect(group: Any, device: torch.device) -> "PeerMemory | None":
     """Connect the GPUs for P2P copies, or else open all connections of NCCL."""
     # Collectives first, so that all ranks take the same branch: one without
     # CUDA's driver, or on another host, makes all of them send messages.
-    found = swap(control_group(group), [cuda_driver.is_available()])
-    if all(found) and len(set(hosts_of(group))) == 1:
+    has_driver = swap(control_group(group), [cuda_driver.is_available()])
+    if all(has_driver) and len(set(hosts_of(group))) == 1:
         from cqs.executors.distributed.transport.peer_memory import connect_peers
 
         if (peers := connect_peers(group, device)) is not None:
