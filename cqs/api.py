@@ -1,5 +1,6 @@
 """``cqs.attention``: exact attention on one device."""
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from cqs.arguments import with_advice
 from cqs.executors import local_operator
 from cqs.executors.contract import attend
-from cqs.executors.known_calls import attend_known
-from cqs.executors.local import LocalExecutor
+from cqs.executors.known_calls import find_known
+from cqs.executors.local import LocalExecutor, make_call
+from cqs.executors.observe import is_observed
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern
@@ -156,9 +158,11 @@ def attention(
         check_backend_name(backend)
     has_defaults = attn_mask is seed is scores is num_tasks is plan is None
     if has_defaults and type(dropout_p) is float and not (dropout_p or verify):
-        known = attend_known(query, key, value, is_causal, scale, pattern, enable_gqa, backend)
-        if known is not None:
-            return known.to_result(return_lse)
+        options = is_causal, scale, pattern, enable_gqa, backend
+        compute = find_known(make_call, query, key, value, *options)
+        with suppress(torch.OutOfMemoryError):  # raised below, with a remedy
+            if compute is not None and not is_observed():
+                return compute(query, key, value).to_result(return_lse)
     problem = check_problem(
         *autocast(query, key, value),
         attn_mask=attn_mask,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.executors import known_calls
+from cqs.executors import known_calls, local
 from cqs.patterns import dilated, documents, from_mask, per_head, sliding_window, strided
 from cqs.worker.backends import BACKENDS
 
@@ -63,7 +63,7 @@ def test_known_calls_skip_the_checks(device, backend, monkeypatch, caplog):
     options = {"pattern": sliding_window(11, 3), "backend": backend}
     wanted = cqs.attention(*tensors, **options)
 
-    for module in (known_calls, cqs.api):
+    for module in (local, cqs.api):
         monkeypatch.setattr(module, "check_problem", Mock(side_effect=AssertionError))
     assert torch.equal(cqs.attention(*tensors, **options), wanted)
     with pytest.raises(AssertionError):
@@ -81,12 +81,11 @@ def test_calls_without_memory_take_the_general_path(backend, monkeypatch):
     assert attend.call_count == 2
 
 
-def test_deterministic_algorithms_take_the_general_path(monkeypatch):
-    tensors = draw()
-    wanted = cqs.attention(*tensors)
-    monkeypatch.setattr(known_calls, "_find_call", None)
+def test_deterministic_algorithms_are_another_signature(monkeypatch):
+    tensors, cached = draw(), known_calls._make_once.cache_info
+    wanted, misses = cqs.attention(*tensors), cached().misses
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert torch.equal(cqs.attention(*tensors), wanted)
+    assert torch.equal(cqs.attention(*tensors), wanted) and cached().misses == misses + 1
 
 
 def test_gradients_are_recorded():

@@ -1,77 +1,56 @@
-"""Problems that are one call of a kernel, and that are known from an earlier call.
+"""Results that depend on the signature of a call alone, found again in later calls.
 
-Checks, plan and choice of a backend depend on sizes, dtypes, device and options alone. They take
-0.1 ms, as long as a CPU takes for a hundred tokens, so they are done once for each of these.
+Checks, plan and choice of a backend depend on sizes, dtypes, devices, modes and options. They take
+0.1 ms, as long as a CPU takes for a hundred tokens, so they are made once for each signature.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from cqs.executors.contract import Planned
-from cqs.executors.local import Attend, find_call
-from cqs.executors.observe import is_observed
-from cqs.partial import Partial
-from cqs.patterns import Pattern
-from cqs.problem import check_problem
+_Result = TypeVar("_Result")
 
 
-def attend_known(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    pattern: Pattern | None,
-    enable_gqa: bool,
-    backend: str | None,
-) -> Partial | None:
-    """Compute a problem whose call is known, without gradients.
+def find_known(
+    make: Callable[..., _Result | None], query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> _Result | None:
+    """Return the result of a function for the signature of a call, from an earlier call if known.
 
-    Arguments are those of :func:`cqs.attention`.
+    Args:
+        make: Called with query, key and value without values, and with the options. Its result must
+            depend on nothing else but whether deterministic algorithms are required.
+        query: Query of the call.
+        key: Key of the call.
+        value: Value of the call.
+        options: Options of the call. Equal values of different types are different options.
 
     Returns:
-        Output and LSE, or ``None`` if all checks must be made, several calls or more memory are
-        needed, or gradients, autocast, transforms, observers or deterministic algorithms are
-        active.
+        The result, or ``None`` if the call must be checked in full: a tensor is no plain one,
+        autocast or a transform is active, an option is not hashable, or ``make`` has raised.
     """
-    if not (
-        _is_plain(query)
-        and _is_plain(key)
-        and _is_plain(value)
-        # Equal options are the same options: 1 equals True, but is no bool.
-        and type(is_causal) is type(enable_gqa) is bool
-        and (scale is None or type(scale) is float)
-        and (pattern is None or isinstance(pattern, Pattern))
-    ):
+    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
-    if (
-        forward_ad._current_level >= 0
-        or torch.is_autocast_enabled(query.device.type)
-        or torch.are_deterministic_algorithms_enabled()  # this may exclude a backend
-        or is_observed()
-    ):
+    if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
         return None
-    attend = _find_call(
-        (query.shape, key.shape, value.shape),
-        (query.dtype, key.dtype, value.dtype),
-        (query.device, key.device, value.device),
-        (is_causal, scale, pattern, enable_gqa, backend),
-    )
-    if attend is None:
-        return None
+    sizes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
+    devices, are_recorded = (query.device, key.device, value.device), (False,) * 3
+    if torch.is_grad_enabled():
+        are_recorded = query.requires_grad, key.requires_grad, value.requires_grad
+    modes = torch.are_deterministic_algorithms_enabled(), are_recorded
     try:
-        return attend(query, key, value)
-    except torch.OutOfMemoryError:  # the general path raises it with a remedy
+        result: _Result | None = _make_once(make, sizes, dtypes, devices, *modes, *options)
+        return result
+    except Exception:  # the checks of the call raise it
         return None
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is dense, on the CPU or a GPU, and records no gradient."""
+    """Return whether a tensor is dense, on the CPU or a GPU."""
     return (
         type(tensor) is Tensor
         and (tensor.is_cpu or tensor.is_cuda)
@@ -82,37 +61,23 @@ def _is_plain(tensor: Any) -> bool:
             or tensor.is_neg()
             or is_functorch_wrapped_tensor(tensor)
         )
-        and not (tensor.requires_grad and torch.is_grad_enabled())
     )
 
 
-@lru_cache(maxsize=64)
-def _find_call(
+@lru_cache(maxsize=256, typed=True)
+def _make_once(
+    make: Callable[..., Any],
     sizes: tuple[torch.Size, ...],
     dtypes: tuple[torch.dtype, ...],
     devices: tuple[torch.device, ...],
-    options: tuple[Any, ...],
-) -> Attend | None:
-    """Return a function that computes such a problem in one call, or None if several are needed.
-
-    Raises:
-        Exception: An argument is wrong; see :func:`cqs.attention`.
-    """
-    query, key, value = (
-        torch.empty((), dtype=dtype, device=device).expand(size)
-        for size, dtype, device in zip(sizes, dtypes, devices, strict=True)
+    is_deterministic: bool,
+    are_recorded: tuple[bool, ...],
+    *options: Any,
+) -> Any:
+    stand_ins = (
+        torch.empty((), dtype=dtype, device=device).expand(size).requires_grad_(is_recorded)
+        for size, dtype, device, is_recorded in zip(
+            sizes, dtypes, devices, are_recorded, strict=True
+        )
     )
-    is_causal, scale, pattern, enable_gqa, backend = options
-    problem = check_problem(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    is_changed = (problem.query.shape, problem.key.shape, problem.value.shape) != sizes
-    if is_changed or problem.differs_by_head or not query.numel() or not key.numel():
-        return None
-    return find_call(Planned(problem, problem.make_plan(1), backend))
+    return make(*stand_ins, *options)

@@ -12,7 +12,9 @@ from torch import Tensor
 from cqs.executors.contract import NO_HOOKS, Hooks, Planned
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Gradients, Partial
-from cqs.problem import Problem
+from cqs.patterns import Pattern
+from cqs.problem import Problem, check_problem
+from cqs.problem.options import ProblemOptions
 from cqs.problem.scores import add_sinks
 from cqs.scheduler import Plan, Step
 from cqs.tiler import Tiler
@@ -147,32 +149,47 @@ Attend = Callable[[Tensor, Tensor, Tensor], Partial]
 """Computes output and LSE of query, key and value."""
 
 
-def find_call(part: Planned) -> Attend | None:
-    """Return a function that computes such problems in one call of a backend, or None.
+def make_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    pattern: Pattern | None,
+    enable_gqa: bool,
+    backend: str | None,
+) -> Attend | None:
+    """Return a function that computes problems in one call of a backend, or None.
 
-    Args:
-        part: A problem without dropout and score terms. Later problems may differ only in the
-            values of their tensors.
+    The arguments are those of :func:`cqs.attention`. Later problems may differ only in the values
+    of their tensors. Gradients are not recorded.
 
     Raises:
-        NotImplementedError: The named backend does not support the tensors.
+        Exception: An argument is wrong; see :func:`cqs.attention`.
     """
-    problem, plan, backend = part
-    work, scale = _work_of(plan), problem.scale
+    options: ProblemOptions = {"is_causal": is_causal, "scale": scale, "pattern": pattern}
+    problem = check_problem(query, key, value, enable_gqa=enable_gqa, **options)
+    sizes = problem.query.shape, problem.key.shape, problem.value.shape
+    is_changed = sizes != (query.shape, key.shape, value.shape)
+    is_empty = not query.numel() or not key.numel()
+    if is_changed or is_empty or problem.requires_grad or problem.differs_by_head:
+        return None
+    plan = problem.make_plan(1)
+    work, factor = _work_of(plan), problem.scale
     chosen = Worker.of(problem, backend, work.steps).chosen
     if isinstance(chosen, TaskBackend):
-        rows = ((range(each.shape[2]),) for each in (problem.query, problem.key))
-        of_rows = make_work(_together(problem, plan), problem.bound_pattern, *rows)
+        ranges = ((range(length),) for length in (sizes[0][2], sizes[1][2]))
+        task = make_work(_together(problem, plan), problem.bound_pattern, *ranges)
 
         def launch(query: Tensor, key: Tensor, value: Tensor) -> Partial:
-            return chosen.attend(TaskOperands(query, key, value, of_rows, scale), is_united=True)
+            return chosen.attend(TaskOperands(query, key, value, task, factor), is_united=True)
 
         return launch
     single = _single_call(problem, plan, work, chosen)
     if single is None:
         return None
-    of_kernel, (_, _, _, *options) = single
-    return lambda *tensors: attend_call(of_kernel, Operands._make((*tensors, *options)))
+    kernel, (_, _, _, *operands) = single
+    return lambda *tensors: attend_call(kernel, Operands._make((*tensors, *operands)))
 
 
 def _single_call(

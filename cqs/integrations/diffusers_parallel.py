@@ -16,7 +16,13 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.distributed.agreement import agree, control_group, errors_shared, swap
+from cqs.executors.distributed.agreement import (
+    Request,
+    agree,
+    control_group,
+    errors_shared,
+    swap,
+)
 from cqs.uncompiled import uncompiled
 
 
@@ -177,7 +183,7 @@ def _check_degrees(context: Any) -> None:
                 "ring_degree * ulysses_degree must be the number of ranks, "
                 f"{num_ranks}, got {' * '.join(map(str, degrees))} = {product}"
             )
-    agree(None, {"call": "enable_parallelism", "degrees": degrees})
+    agree(None, Request({"call": "enable_parallelism", "degrees": degrees}))
 
 
 def _register(module: Any, hook: ModelHook, name: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cqs.executors.distributed.agreement import agree, errors_shared
+from cqs.executors.distributed.agreement import Request, agree, errors_shared
 from cqs.uncompiled import uncompiled
 
 AXES = ("sequence", "tensor")
@@ -104,7 +104,9 @@ def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
         with errors_shared(tensor_group):
             _check_shard(shard, mesh)
         batch, length, *size = shard.shape
-        request = {"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": tuple(size)}
+        request = Request(
+            {"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": tuple(size)}
+        )
         rows = agree(tensor_group, request, (length, 0, 0, 0)).seqlens_q
         chunks = torch.empty(sum(rows), device="meta").chunk(len(rows))
         if rows != tuple(map(len, chunks)) or 0 in rows:

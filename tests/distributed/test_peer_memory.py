@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import fake_gpus
@@ -19,7 +19,7 @@ import cqs
 from cqs.executors.distributed import rank_task
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.chunk_pass import ForwardPass
-from cqs.executors.distributed.transport import ipc_memory, peer_memory, streams, transfer
+from cqs.executors.distributed.transport import ipc_memory, peer_memory, streams
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.machines import MACHINES
@@ -131,29 +131,22 @@ def cut_shards(call, rank, tensors):
     return [each[:, :, rows_of(call, rank)].clone() for each in tensors]
 
 
-def attend(transport, rank, call, tensors, new_pass=transfer.CallPass):
+def attend(transport, rank, call, tensors):
     """Launch a call on this rank's shards of whole tensors; return what will be its results."""
-    return launch_call(transport, rank, call, cut_shards(call, rank, tensors), new_pass)
+    return launch_call(transport, rank, call, cut_shards(call, rank, tensors))
 
 
-def launch_call(transport, rank, call, shards, new_pass=transfer.CallPass):
+def launch_call(transport, rank, call, shards):
     """Launch a call with the shards of query, key, value and gradient; return its results."""
     query, key, value, grad_output = shards
     problem, has_gradients = check_problem(query, key, value), call["with_gradients"]
     task = make_task(transport, call, rank, Worker(problem.scale, "reference", None, None))
-    answer, kept = task.attend(
-        problem, with_lse=has_gradients, keep=has_gradients, call_pass=new_pass()
-    )
+    answer, kept = task.attend(problem, with_lse=has_gradients, keep=has_gradients)
     results = [answer.output]
     if has_gradients:
         shapes = [each.shape for each in (query, key, value)]
-        results += task.differentiate(shapes, kept, grad_output, call_pass=new_pass())
+        results += task.differentiate(shapes, kept, grad_output)
     return results
-
-
-def pass_to_confirm(world):
-    """Return a pass of which the ranks know only after their first launches that all make it."""
-    return transfer.CallPass(0, cache(world.swap))
 
 
 def draw_tensors(call):
@@ -188,11 +181,9 @@ def test_any_order_of_streams_gives_the_answer(monkeypatch, num_ranks, seed):
     whole = [draw_tensors(call) for call in calls]
 
     def program(world, rank, transport):
-        new_pass, results = transfer.CallPass, []
+        results = []
         for call, tensors in zip(calls, whole, strict=True):
-            if seed % 4 < 2:
-                new_pass = partial(pass_to_confirm, world)
-            results.append(attend(transport, rank, call, tensors, new_pass))
+            results.append(attend(transport, rank, call, tensors))
             if seed % 3 == 1:
                 fake_gpus.set_stream(fake_gpus.Stream())
         return results
@@ -291,31 +282,6 @@ def test_a_call_may_follow_one_that_failed_on_all_ranks(
     assert_exact(call, tensors, run_ranks(4, program))
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_call_may_follow_one_on_which_the_ranks_disagree(monkeypatch, is_first):
-    """What they have packed by then is not sent; also if they had no memory before."""
-    set_least_bytes(monkeypatch, 512)
-    call = make_call(10, 20, 10, num_chunks=1, with_gradients=True)
-    larger = call | {"heads": (8, 8)}
-    tensors = draw_tensors(call)
-
-    def program(world, rank, transport):
-        def disagree():
-            world.swap()
-            raise ValueError("as if")
-
-        for number in range(3):
-            if number or not is_first:
-                attend(transport, rank, call, tensors)
-            for wrong in (call, larger):
-                with pytest.raises(ValueError, match="as if"):
-                    new_pass = partial(transfer.CallPass, 0, disagree)
-                    attend(transport, rank, wrong, draw_tensors(wrong), new_pass)
-        return attend(transport, rank, call, tensors, partial(pass_to_confirm, world))
-
-    assert_exact(call, tensors, run_ranks(3, program, seed=1))
-
-
 def test_memory_of_a_pass_that_was_released_is_freed():
     call, memories = make_call(20, 20), []
 
@@ -325,8 +291,8 @@ def test_memory_of_a_pass_that_was_released_is_freed():
         world.swap()
         if rank == 0:
             memories.append(transport._memory)
-            transport.begin(transfer.CallPass())  # the other will never end such a pass
-            transport.begin(transfer.CallPass())
+            transport.begin(0)  # the other will never end such a pass
+            transport.begin(0)
             transport.release(5)
 
     run_ranks(2, program)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -46,100 +46,76 @@ class Request:
         self.digest = int.from_bytes(digest)
 
 
-class Agreement:
-    """A comparison of one call with the calls of all other ranks.
+def agree(
+    group: Any,
+    request: Request,
+    own: Sequence[int] = (0, 0, 0, 0),
+    error: Exception | None = None,
+    num_exchanges: int = 0,
+) -> Shards:
+    """Compare a call with the calls of all other ranks; every rank must call this.
 
-    The constructor sends this rank's message without waiting for the others, so that the caller can
-    prepare its work meanwhile. :meth:`wait` comes before anything that other ranks can notice: all
-    ranks have the same messages then, and all of them continue or all of them raise.
+    It comes before anything that other ranks can notice: all ranks have the same messages then, and
+    all of them continue or all of them raise. The host does not wait for GPUs.
+
+    Args:
+        group: The process group.
+        request: Values that must be equal on all ranks.
+        own: Number of queries and of keys in this rank's shard, its random seed for dropout,
+            less than 2^63, and the number of the machine of its device.
+        error: The error of this rank, see :func:`errors_shared`.
+        num_exchanges: Number of P2P sends of this rank, which must be equal on all ranks.
+
+    Raises:
+        Exception: This rank has an error.
+        ValueError: Another rank has an error or a different request; the message names it.
+        RuntimeError: Threads of this process have called on the group at the same time, or a rank
+            has failed or does not answer within the timeout of the group.
     """
-
-    def __init__(
-        self,
-        group: Any,
-        request: Request,
-        own: Sequence[int] = (0, 0, 0, 0),
-        error: Exception | None = None,
-        num_exchanges: int = 0,
-    ) -> None:
-        """Send this rank's message; the caller holds :meth:`GroupCalls.call`.
-
-        Args:
-            group: The process group.
-            request: Values that must be equal on all ranks.
-            own: Number of queries and of keys in this rank's shard, its random seed for dropout,
-                less than 2^63, and the number of the machine of its device.
-            error: The error of this rank, see :func:`errors_shared`.
-            num_exchanges: Number of P2P sends of this rank, which must be equal on all ranks.
-        """
-        self._calls, self._request = calls_on(group), request
-        self._error = error or self._calls.error
-        self._counts = self._calls.num_calls, num_exchanges
-        self._control = control_group(group)
-        self._place = _place.get()
-        message = [self._error is not None, request.digest, *self._counts, self._place, *own]
-        self._num_fields = len(message)
-        self._receive = start_swap(self._control, message)
-        self._shards: Shards | None = None
-        self._failure: Exception | None = None
-
-    def wait(self) -> Shards:
-        """Wait for the messages of all ranks and compare them; the host does not wait for GPUs.
-
-        Raises:
-            Exception: This rank has an error.
-            ValueError: Another rank has an error or a different request; the message names it.
-            RuntimeError: Threads of this process have called on the group at the same time, or a
-                rank has failed or does not answer within the timeout of the group.
-        """
-        if self._failure is not None:  # the other ranks have exchanged its texts once
-            raise self._failure
-        if self._shards is None:
-            try:
-                self._shards = self._compare(self._receive())
-            except Exception as failure:
-                self._failure = failure
-                raise
-        return self._shards
-
-    def _compare(self, found: Sequence[int]) -> Shards:
-        """Compare the messages of all ranks."""
-        columns = [found[i :: self._num_fields] for i in range(self._num_fields)]
-        failed, digests, calls, exchanges, places, *of_shards = columns
-        seqlens_q, seqlens_kv, seeds, machines = of_shards
-        alike = digests, calls, exchanges, filter(None, places)
-        if any(failed) or max(len({*each}) for each in alike) > 1:
-            self._explain()
+    calls = calls_on(group)
+    with calls.call():
+        error, control, place = error or calls.error, control_group(group), _place.get()
+        counts = calls.num_calls, num_exchanges
+        message = [error is not None, request.digest, *counts, place, *own]
+        received = swap(control, message)
+        columns = [received[i :: len(message)] for i in range(len(message))]
+        failed, digests, numbers, exchanges, places, *shards = columns
+        alike = {*zip(digests, numbers, exchanges, strict=True)}, {*places} - {0}
+        if any(failed) or max(map(len, alike)) > 1:
+            _explain(control, request, counts, place, error or calls.error)  # of a thread meanwhile
+        seqlens_q, seqlens_kv, seeds, machines = shards
         return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
-    def _explain(self) -> None:
-        """Gather all requests and raise the error that names the rank which differs."""
-        error = self._error or self._calls.error  # of a thread that has called meanwhile
-        names = "calls since the group was made", "exchanges since the group was made"
-        texts = self._request.texts | dict(zip(names, map(str, self._counts), strict=True))
-        if self._place:
-            texts["place in its compiled graph"] = str(self._place)
-        text = json.dumps([texts, None if error is None else repr(error)])
-        try:
-            found = list(map(json.loads, swap_texts(self._control, text)))
-        except RuntimeError as lost:
-            if error is None:
-                raise
-            raise error from lost
-        if error is not None:
-            raise error
-        for rank, (_, message) in enumerate(found):
-            if message is not None:
-                raise ValueError(f"rank {rank} of the group failed: {message}")
-        first: dict[str, tuple[int, str]] = {}
-        for rank, (other, _) in enumerate(found):
-            for name, value in other.items():
-                first_rank, expected = first.setdefault(name, (rank, value))
-                if value != expected:
-                    raise ValueError(
-                        f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
-                        f"rank {first_rank} has {expected:.{_MOST_SHOWN}}"
-                    )
+
+def _explain(
+    control: Any, request: Request, counts: Sequence[int], place: int, error: Exception | None
+) -> None:
+    """Gather all requests and raise the error that names the rank which differs."""
+    names = "calls since the group was made", "exchanges since the group was made"
+    texts = request.texts | dict(zip(names, map(str, counts), strict=True))
+    if place:
+        texts["place in its compiled graph"] = str(place)
+    text = json.dumps([texts, None if error is None else repr(error)])
+    try:
+        answers = list(map(json.loads, swap_texts(control, text)))
+    except RuntimeError as lost:
+        if error is None:
+            raise
+        raise error from lost
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(answers):
+        if message is not None:
+            raise ValueError(f"rank {rank} of the group failed: {message}")
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (other, _) in enumerate(answers):
+        for name, value in other.items():
+            first_rank, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                raise ValueError(
+                    f"rank {rank} of the group has {name} {value:.{_MOST_SHOWN}}, "
+                    f"rank {first_rank} has {expected:.{_MOST_SHOWN}}"
+                )
 
 
 @contextmanager
@@ -156,27 +132,13 @@ def at_place(place: int) -> Iterator[None]:
         _place.reset(token)
 
 
-def agree(
-    group: Any,
-    request: Mapping[str, Any],
-    own: Sequence[int] = (0, 0, 0, 0),
-    error: Exception | None = None,
-) -> Shards:
-    """Compare the requests of all ranks and wait for the result; every rank must call this.
-
-    The arguments and errors are those of :class:`Agreement`.
-    """
-    with calls_on(group).call():
-        return Agreement(group, Request(request), own, error).wait()
-
-
 @contextmanager
 def errors_shared(group: Any) -> Iterator[None]:
     """Send an error of the block to the other ranks, which wait for this one in :func:`agree`."""
     try:
         yield
     except Exception as error:
-        agree(group, {}, error=error)  # raises it
+        agree(group, Request({}), error=error)  # raises it
 
 
 def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None) -> list[int]:
@@ -191,32 +153,16 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None)
         RuntimeError: A rank has failed, or does not answer within the timeout of the group. All
             ranks raise, because each exchanges messages with all others.
     """
-    return start_swap(control, own, lengths)()
-
-
-def start_swap(
-    control: Any, own: Sequence[int], lengths: Sequence[int] | None = None
-) -> Callable[[], list[int]]:
-    """Send integers as :func:`swap` does, and return the function that waits for the others'."""
     lengths = [len(own)] * control.size() if lengths is None else list(lengths)
     sent = torch.tensor(list(own) * len(lengths), dtype=torch.int64, device="cpu")
-    found = sent.new_empty(sum(lengths))
-    work = _raising_lost(control.alltoall_base, found, sent, lengths, [len(own)] * len(lengths))
-
-    def receive() -> list[int]:
-        _raising_lost(work.wait)
-        return found.tolist()
-
-    return receive
-
-
-def _raising_lost(function: Callable[..., Any], *arguments: Any) -> Any:
+    received = sent.new_empty(sum(lengths))
     try:
-        return function(*arguments)
+        control.alltoall_base(received, sent, lengths, [len(own)] * len(lengths)).wait()
     except RuntimeError as lost:
         raise RuntimeError(
             f"a rank of the group has failed or did not make this call: {lost}"
         ) from lost
+    return received.tolist()
 
 
 def swap_lists(control: Any, own: Sequence[int]) -> list[list[int]]:
@@ -247,7 +193,7 @@ def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[l
     """
     calls = calls_on(group)
     with calls.call():  # messages of other threads must not interleave
-        agree(group, request)
+        agree(group, Request(request))
         found = swap_lists(control_group(group), own)
     calls.check()
     return found

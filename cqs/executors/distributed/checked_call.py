@@ -1,6 +1,6 @@
 """The checked arguments of calls of :func:`cqs.distributed.attention`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -12,9 +12,10 @@ from cqs.executors.distributed.dtensors import group_of, to_local
 from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
 from cqs.executors.distributed.operator import DrawnSeed
 from cqs.executors.distributed.strategy import Strategy
+from cqs.executors.known_calls import find_known
 from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
-from cqs.problem.options import AttentionOptions, problem_options
+from cqs.problem.options import AttentionOptions, ProblemOptions, problem_options
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.tensors import autocast
 from cqs.worker.backends import check_backend_name
@@ -39,14 +40,14 @@ class CheckedCall(NamedTuple):
     """The mesh of the arguments, if they are DTensors."""
 
 
-FIXED = (
+_FIXED = (
     *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
     *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
 )
 """Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
 
 
-def values_of(query: Tensor, problem: Problem) -> dict[str, Any]:
+def _values_of(query: Tensor, problem: Problem) -> dict[str, Any]:
     """Return the values of a call's tensors that must be equal on all ranks.
 
     Args:
@@ -101,51 +102,142 @@ def check_call(
         NotImplementedError: The tensors are not supported.
     """
     joined = joined_group(group_of(group, query))
+    if not isinstance(joint, JointTokens):
+        rows = NO_ROWS if joint is None else joint
+        if (known := _find_known(query, key, value, joined, strategy, rows, options)) is not None:
+            if prepared is not None:
+                with errors_shared(joined):
+                    _check_prepared(known, prepared)
+            problem = Problem(query, key, value, is_causal=False, scale=known["scale"])
+            return CheckedCall(joined, problem, known, None, None)
     with errors_shared(joined):
         shards, mesh = to_local(*autocast(query, key, value))
-        rows, parts = joint if isinstance(joint, JointRows) else NO_ROWS, None
-        if not (joint is None or isinstance(joint, JointRows)):
+        rows, parts = NO_ROWS, None
+        if isinstance(joint, JointRows):
+            rows = joint
+        elif joint is not None:
             parts = JointParts(joint, joined)
             shards, options = parts.join(shards, options)
             rows = parts.rows
-        pattern, seed = options.get("pattern"), options.get("seed")
-        shard_options = problem_options(options) | {"is_causal": False, "pattern": None}
-        problem = check_problem(*shards, is_shard=True, **shard_options)
-        check_backend_name(backend := options.get("backend"))
-        if f"{problem.query.device.type}:" not in (config := dist.get_backend_config(joined)):
-            raise ValueError(
-                f"query must be on a device of the group ({config}), got {problem.query.device}"
-            )
-        if pattern is not None:
-            check_is_pattern(pattern)
-        strategy = Strategy() if strategy is None else strategy
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}")
-        differs_by_head = pattern is not None and pattern.heads[1] > 1
-        flags = ("is_causal", "return_lse", "verify")
-        values: dict[str, Any] = {
-            "call": "attention",
-            **values_of(shards[0], problem),
-            **{name: as_bool(name, options.get(name, False)) for name in flags},
-            "pattern": pattern,
-            "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
-            "dropout_p": float(options.get("dropout_p", 0.0)),
-            "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
-            "joint tokens": rows,
-            "backend": backend,
-            **strategy.check(joined.size(), problem, differs_by_head),
-        }
-        for name in FIXED:
-            if prepared is not None and values[name] != prepared[name]:
-                raise ValueError(
-                    f"{name} must be as prepared, {prepared[name]}, got {values[name]}"
-                )
-        if values["verify"] and values["is_captured"]:
-            raise ValueError(
-                "verify must be False while a CUDA graph is captured, got True: verify a call "
-                "before the capture"
-            )
+        config = dist.get_backend_config(joined)
+        problem, values = _check(shards, joined.size(), config, strategy, rows, options)
+        if prepared is not None:
+            _check_prepared(values, prepared)
     return CheckedCall(joined, problem, values, parts, mesh)
+
+
+_DEFAULTS: AttentionOptions = {
+    "is_causal": False,
+    "pattern": None,
+    "scale": None,
+    "backend": None,
+    "return_lse": False,
+    "verify": False,
+}
+"""The options of calls that are found by their signature, with their default values."""
+
+
+def _find_known(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Any,
+    strategy: Strategy | None,
+    rows: JointRows,
+    options: AttentionOptions,
+) -> dict[str, Any] | None:
+    """Return the values of a call whose signature is known, or ``None``; see :func:`check_call`."""
+    if options.get("dropout_p") or not options.get("seed") is options.get("scores") is None:
+        return None
+    choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
+    given = [options.get(name, default) for name, default in _DEFAULTS.items()]
+    config = dist.get_backend_config(group)
+    call = group.size(), config, is_captured(query.device), rows, *choices, *given
+    return find_known(_make_values, query, key, value, *call)
+
+
+def _make_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_ranks: int,
+    config: str,
+    _: bool,
+    rows: JointRows,
+    *choices: Any,
+) -> dict[str, Any] | None:
+    """Return the values of a call, or ``None`` if its tensors must be expanded or padded."""
+    number = len(choices) - len(_DEFAULTS)
+    strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
+    options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
+    tensors = query, key, value
+    problem, values = _check(tensors, num_ranks, config, strategy, rows, options)
+    shapes = problem.query.shape, problem.key.shape, problem.value.shape
+    return values if shapes == (query.shape, key.shape, value.shape) else None
+
+
+def _check(
+    shards: Sequence[Tensor],
+    num_ranks: int,
+    config: str,
+    strategy: Strategy | None,
+    rows: JointRows,
+    options: AttentionOptions,
+) -> tuple[Problem, dict[str, Any]]:
+    """Validate the shards and options of a call.
+
+    Args:
+        shards: Query, key and value, with joint tokens.
+        num_ranks: Number of ranks of the group.
+        config: Backends of the group by device.
+        strategy: How the ranks divide the call.
+        rows: Number and position of the joint tokens.
+        options: The other options.
+
+    Returns:
+        The problem, and the arguments that must be equal on all ranks, by name.
+    """
+    pattern, seed = options.get("pattern"), options.get("seed")
+    whole = {"is_causal": False, "pattern": None}  # checked for the whole sequence
+    shard_options: ProblemOptions = {**problem_options(options), **whole}  # type: ignore[typeddict-item]
+    problem = check_problem(*shards, is_shard=True, **shard_options)
+    check_backend_name(backend := options.get("backend"))
+    if f"{problem.query.device.type}:" not in config:
+        raise ValueError(
+            f"query must be on a device of the group ({config}), got {problem.query.device}"
+        )
+    if pattern is not None:
+        check_is_pattern(pattern)
+    strategy = Strategy() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}")
+    differs_by_head = pattern is not None and pattern.heads[1] > 1
+    flags = ("is_causal", "return_lse", "verify")
+    values: dict[str, Any] = {
+        "call": "attention",
+        **_values_of(shards[0], problem),
+        **{name: as_bool(name, options.get(name, False)) for name in flags},
+        "pattern": pattern,
+        "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
+        "dropout_p": float(options.get("dropout_p", 0.0)),
+        "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
+        "joint tokens": rows,
+        "backend": backend,
+        **strategy.check(num_ranks, problem, differs_by_head),
+    }
+    if values["verify"] and values["is_captured"]:
+        raise ValueError(
+            "verify must be False while a CUDA graph is captured, got True: verify a call "
+            "before the capture"
+        )
+    return problem, values
+
+
+def _check_prepared(values: Mapping[str, Any], prepared: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the tensors of a call are as prepared."""
+    for name in _FIXED:
+        if values[name] != prepared[name]:
+            raise ValueError(f"{name} must be as prepared, {prepared[name]}, got {values[name]}")
 
 
 def joined_group(group: Any) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.transport.row_copies import CopySchedule, RowCopy
 from cqs.executors.distributed.transport.transfer import (
-    CallPass,
     Fill,
     LostError,
     Packet,
@@ -33,21 +32,21 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, call_pass: CallPass, num_chunks: int) -> None:
+    def __init__(self, transport: Transport, number: int, num_chunks: int) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
-            call_pass: The pass in which the tensors are sent.
+            number: Number of the call on its group.
             num_chunks: Number of head chunks of the pass, each sent once in each direction, or of
                 exchanges in transit. Chunk i uses buffer slot ``i % num_turns`` of the transport.
         """
-        self._transport, self._pass = transport, call_pass
+        self._transport, self._number = transport, number
         self._num_turns = min(num_chunks, transport.num_turns)
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
-        self._transport.begin(self._pass)
+        self._transport.begin(self._number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

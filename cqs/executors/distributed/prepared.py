@@ -1,10 +1,9 @@
 """Calls on a process group that share a signature: their plans and routing tables, made once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import (
-    Agreement,
     Request,
     Shards,
+    agree,
     calls_on,
     control_group,
     swap,
@@ -26,7 +25,7 @@ from cqs.executors.distributed.probe import Links, probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.transport.transfer import CallPass, Transport
+from cqs.executors.distributed.transport.transfer import Transport
 from cqs.executors.distributed.transport.transports import (
     count_sends,
     ranks_per_host,
@@ -47,7 +46,6 @@ _MOST_SIGNATURES = 64
 """Number of signatures of a group that are kept."""
 _MOST_PLACEMENTS = 16
 """Number of shard lengths of a signature that are kept."""
-_Found = TypeVar("_Found")
 _prepared: "WeakKeyDictionary[Any, dict[Any, PreparedCalls]]" = WeakKeyDictionary()
 
 
@@ -72,10 +70,8 @@ def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
 class PreparedCalls:
     """Calls of one signature on one group, which differ in their tensors and shard lengths.
 
-    A call sends its signature and shard lengths to all ranks without waiting. It then prepares its
-    first packets for the shard lengths of the last call with the same lengths on this rank. When
-    the other ranks' messages have arrived, and before a row is sent, it compares them. If the
-    lengths are others, it starts again with these.
+    A call compares its signature with those of all ranks and learns their shard lengths, before
+    it does anything that other ranks can notice.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -83,17 +79,14 @@ class PreparedCalls:
         self.values = values
         self._request = Request(values)
         self._placements: dict[Shards, _Placement] = {}
-        self._predicted: dict[tuple[int, ...], Shards] = {}
 
     def prepare(self, group: Any, problem: Problem) -> None:
         """Lay out the shards of all ranks; every rank calls this."""
         request, calls = Request({**self.values, "call": "prepare"}), calls_on(group)
-        own = _own_numbers(problem)
         with calls.call():
-            shards = Agreement(group, request, own, num_exchanges=count_sends(group)).wait()
+            shards = _agree(group, request, problem)
             placement = self._place(group, problem, shards)
             self._lay_out_parts(placement, placement.bind(problem, shards.seed))
-            _remember(self._predicted, own[:2], shards)
         calls.check()
 
     def attend(self, group: Any, problem: Problem) -> Partial:
@@ -109,47 +102,15 @@ class PreparedCalls:
         """
         calls = calls_on(group)
         with calls.call():
-            answer = self._attend_in_turn(group, problem)
+            shards, number = _agree(group, self._request, problem), calls.num_calls
+            calls.num_calls += 1
+            answer = self._attend(group, problem, shards, number)
         # With gradients the backward pass checks: other ranks wait for this one to run it.
         if not answer.output.requires_grad:
             calls.check()
         return answer
 
-    def _attend_in_turn(self, group: Any, problem: Problem) -> Partial:
-        calls, own = calls_on(group), _own_numbers(problem)
-        number = calls.num_calls
-        agreement = Agreement(group, self._request, own, num_exchanges=count_sends(group))
-
-        def agree() -> Shards:
-            shards = agreement.wait()
-            calls.num_calls = number + 1
-            return shards
-
-        def confirm() -> None:
-            if agree() != predicted:
-                raise _OtherShardsError
-
-        # Dropout has another seed in every call. A CUDA graph must not capture work for other
-        # lengths.
-        has_blocks = problem.terms is not None and problem.terms.bias is not None
-        is_alike = problem.dropout is None and not (has_blocks or self.values["is_captured"])
-        predicted = self._predicted.get(own[:2]) if is_alike else None
-        if predicted is not None and predicted._replace(seed=0) not in self._placements:
-            predicted = None  # a placement is made by all ranks, once they have agreed
-        try:
-            if predicted is not None:
-                with suppress(_OtherShardsError):
-                    try:
-                        return self._attend(group, problem, predicted, CallPass(number, confirm))
-                    finally:
-                        confirm()  # at the latest; an error may be that of other shards alone
-            shards = _remember(self._predicted, own[:2], agree())
-            return self._attend(group, problem, shards, CallPass(number))
-        except Exception:
-            agree()  # an error of which all ranks know comes first
-            raise
-
-    def _attend(self, group: Any, problem: Problem, shards: Shards, of_pass: CallPass) -> Partial:
+    def _attend(self, group: Any, problem: Problem, shards: Shards, number: int) -> Partial:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
         problem = placement.bind(problem, shards.seed)
@@ -179,7 +140,7 @@ class PreparedCalls:
                 if terms is not None and part.terms is not None:
                     of_task, bias = terms.gather(part.terms)
                 answer, kept = task.attend(
-                    part, of_task, with_lse=with_lse, keep=keep, call_pass=of_pass
+                    part, of_task, with_lse=with_lse, keep=keep, number=number
                 )
 
             def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
@@ -187,7 +148,7 @@ class PreparedCalls:
                 of_task = None if terms is None else terms.with_sums(bias, sums)
                 compute = partial(task.differentiate, shapes, kept, grad_output, of_task)
                 with observe("backward", *observed):
-                    gradients = _differentiate(group, of_pass.number, compute)
+                    gradients = _differentiate(group, number, compute)
                     if terms is not None and of_task is not None:
                         terms.return_sums(of_task, sums)
                     return gradients
@@ -205,7 +166,9 @@ class PreparedCalls:
         key = shards._replace(seed=0)
         if key not in self._placements:
             placement = _Placement.of(group, problem, shards, self.values)
-            _remember(self._placements, key, placement)
+            if len(self._placements) >= _MOST_PLACEMENTS:
+                del self._placements[next(iter(self._placements))]
+            self._placements[key] = placement
         return self._placements[key]
 
     def _lay_out_parts(self, placement: "_Placement", problem: Problem) -> None:
@@ -228,10 +191,6 @@ class PreparedCalls:
         if part.dropout is None:
             return task
         return replace(task, worker=replace(task.worker, dropout=part.dropout))
-
-
-class _OtherShardsError(Exception):
-    """The shards of other ranks are not those that were predicted."""
 
 
 @dataclass(frozen=True)
@@ -346,32 +305,22 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
     Args:
         group: The process group; ``None`` means the default group.
         number: Number of the call.
-        compute: Computes the gradients in a given pass.
+        compute: Computes the gradients.
     """
     calls = calls_on(group)
     with calls.call():
         request = Request({"call": f"the backward pass of call {number}"})
-        agreement = Agreement(group, request, num_exchanges=count_sends(group))
-        try:
-            gradients = compute(call_pass=CallPass(number, agreement.wait))
-        finally:
-            agreement.wait()
+        agree(group, request, num_exchanges=count_sends(group))
+        gradients = compute(number=number)
     calls.check()
     return gradients
 
 
-def _remember(found: dict[Any, _Found], key: Any, value: _Found) -> _Found:
-    """Store a value for some shard lengths, in place of the oldest if there are many."""
-    if key not in found and len(found) >= _MOST_PLACEMENTS:
-        del found[next(iter(found))]
-    found[key] = value
-    return value
-
-
-def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:
-    """Return shard lengths, dropout seed and machine of this rank."""
+def _agree(group: Any, request: Request, problem: Problem) -> Shards:
+    """Compare a request with those of all ranks, and return their shard lengths."""
     query, seed = problem.query, 0 if problem.dropout is None else problem.dropout.seed
-    return query.shape[2], problem.key.shape[2], seed, _machine_of(query.device)
+    own = query.shape[2], problem.key.shape[2], seed, _machine_of(query.device)
+    return agree(group, request, own, num_exchanges=count_sends(group))
 
 
 @lru_cache

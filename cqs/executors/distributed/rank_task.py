@@ -14,7 +14,7 @@ from cqs.executors.distributed.chunk_pass import BackwardPass, ChunkPass, Forwar
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.transport.streams import open_streams
-from cqs.executors.distributed.transport.transfer import CallPass, Transport
+from cqs.executors.distributed.transport.transfer import Transport
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
@@ -27,7 +27,6 @@ _MOST_AT_ONCE = 196_608
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
 BOUNDED_TURNS = 2
 """Number of exchanges in transit in one direction if memory is limited."""
-AGREED = CallPass()
 _ChunkPass = TypeVar("_ChunkPass", bound=ChunkPass)
 
 
@@ -55,7 +54,7 @@ class RankTask:
         *,
         with_lse: bool,
         keep: bool,
-        call_pass: CallPass = AGREED,
+        number: int = 0,
     ) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
@@ -65,7 +64,7 @@ class RankTask:
             with_lse: Whether the LSE of the answer is required; otherwise it may stay
                 uninitialised.
             keep: Whether to keep tensors for the backward pass.
-            call_pass: The pass; by default one on which the ranks have agreed.
+            number: Number of the call on its group; equal on all ranks.
 
         Returns:
             Output and LSE of this rank's queries, and the kept tensors.
@@ -88,7 +87,7 @@ class RankTask:
                 keep=keep,
             )
 
-        passes = self._run(make, problem.query.device, call_pass, at_once)
+        passes = self._run(make, problem.query.device, number, at_once)
         if final_sinks is not None:  # rows with keys were computed with them
             row_sinks = final_sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
             torch.maximum(answer.lse, row_sinks, out=answer.lse)
@@ -105,7 +104,7 @@ class RankTask:
         kept: Kept,
         grad_output: Tensor,
         terms: ScoreTerms | None = None,
-        call_pass: CallPass = AGREED,
+        number: int = 0,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
@@ -114,7 +113,7 @@ class RankTask:
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
             terms: Score terms of this rank's task, with sums.
-            call_pass: The pass.
+            number: Number of the call.
         """
         layout, answer = self.layout, Kept()
         gradients = cache(partial(self.new_gradients, grad_output, shapes))
@@ -135,7 +134,7 @@ class RankTask:
             )
 
         streams = self.transport.num_streams
-        self._run(make, grad_output.device, call_pass, streams, allocate=gradients)
+        self._run(make, grad_output.device, number, streams, allocate=gradients)
         return gradients()
 
     def new_gradients(self, like: Tensor, shapes: Sequence[torch.Size]) -> Gradients:
@@ -147,7 +146,7 @@ class RankTask:
         self,
         make: Callable[[HeadChunk, Exchange, Iterator[int]], _ChunkPass],
         device: torch.device,
-        call_pass: CallPass,
+        number: int,
         at_once: int,
         allocate: Callable[[], object] = lambda: None,
     ) -> list[_ChunkPass]:
@@ -156,14 +155,14 @@ class RankTask:
         Args:
             make: Makes the pass of a head chunk, given the exchange and the numbers of its turns.
             device: Device of the tensors.
-            call_pass: The pass.
+            number: Number of the call.
             at_once: Number of head chunks that may be computed at the same time.
             allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
         chunks, is_bounded = self.layout.chunks, self.layout.is_bounded
         num_turns, at_once = (BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
         with (
-            Exchange(self.transport, call_pass, num_turns) as exchange,
+            Exchange(self.transport, number, num_turns) as exchange,
             open_streams(device, min(at_once, len(chunks))) as on_stream,
         ):
             turns = count()

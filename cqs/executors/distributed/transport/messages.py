@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.transport.transfer import (
-    CallPass,
     Fill,
     LostError,
     Packet,
@@ -36,15 +35,11 @@ class MessageTransport(Transport):
         """Use a process group; ranks without rows post no messages."""
         # Its user decides how long a group lives, not the calls that are prepared for it.
         self._group = weakref.ref(group)
-        self._pass = CallPass()
+        self._number = 0
 
-    def begin(self, call_pass: CallPass) -> None:
+    def begin(self, number: int) -> None:
         """Begin a pass, whose messages carry the tag of its call."""
-        self._pass = call_pass
-
-    def end(self) -> None:
-        """End the pass."""
-        self._pass = CallPass()  # its functions refer to the group
+        self._number = number
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
@@ -56,9 +51,7 @@ class MessageTransport(Transport):
         # allocator returns their memory afterwards.
         rows_of_packets = [packet.new_rows(packet.layout.num_sent) for packet in packets]
         fill(rows_of_packets)
-        if self._pass.confirm is not None:
-            self._pass.confirm()
-        group, tag = self._group(), _FIRST_TAG + self._pass.number % _NUM_TAGS
+        group, tag = self._group(), _FIRST_TAG + self._number % _NUM_TAGS
         outgoing, incoming = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for packet, packed in zip(packets, rows_of_packets, strict=True):
             layout = packet.layout

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
 from cqs.executors.distributed.transport import cuda_driver
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory
-from cqs.executors.distributed.transport.transfer import CallPass, Fill, Packet, Transport, Wait
+from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
 from cqs.ranges import contains, meets
 from cqs.scheduler.machines import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
@@ -89,8 +89,6 @@ class PeerMemory(Transport):
         """Epoch of the last send of this pass; the first send has epoch 1."""
         self._unread: list[_Packed] = []
         """Packets of this pass that peers may not have copied yet."""
-        self._confirm: Callable[[], object] | None = None
-        """Waits until all ranks are known to make this pass; ``None`` if they have agreed."""
         self._begun: torch.cuda.Event | None = None
         """Event at the beginning of this pass."""
         self._opened: torch.cuda.Event | None = None
@@ -111,7 +109,7 @@ class PeerMemory(Transport):
         arguments = weakref.ref(self), memory, self._unfinished
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
-    def begin(self, call_pass: CallPass) -> None:
+    def begin(self, number: int) -> None:
         """Begin a pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
 
         Raises:
@@ -119,10 +117,8 @@ class PeerMemory(Transport):
                 captured before the first allocation.
             torch.OutOfMemoryError: A rank has no device memory for the flags.
         """
-        self._confirm, self._opened = call_pass.confirm, None
+        self._opened = None
         if not self._memory.buffer.nbytes:
-            if self._confirm is not None:
-                self._confirm()
             self._grow(self._memory.flag_bytes)
         with self._launching:
             self._check_released()
@@ -131,14 +127,11 @@ class PeerMemory(Transport):
                 self._memory.is_captured = True
             elif self._ended is not None:
                 torch.cuda.current_stream(self._device.index).wait_event(self._ended)
-            self._start_pass()
-        if self._confirm is None or self._is_captured:
             self._open_pass()
 
     def end(self) -> None:
         """End the pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`."""
         with self._launching:
-            self._confirm = None  # it refers to the group
             if self._opened is None or not self._memory.buffer.nbytes or self._memory.is_released:
                 return
             event = self._close_pass()
@@ -166,12 +159,10 @@ class PeerMemory(Transport):
             torch.cuda.current_stream(self._device.index),
         )
         if num_bytes > self._memory.buffer.nbytes:
-            if self._opened is None:
-                self._open_pass()
             self._grow(num_bytes)
             with self._launching:
-                self._start_pass()
-            self._open_pass()
+                self._check_released()
+                self._open_pass()
         *firsts, end = accumulate(sizes, initial=flag_bytes + turn * sum(sizes))
         readers = [rank for rank in self._others if any(layout.lengths[rank] for layout in layouts)]
         # The allocator may have given `received` memory that this stream still uses: the copies
@@ -186,8 +177,6 @@ class PeerMemory(Transport):
             unread = self._make_room(packed, stream)
             self._waited[stream_index] = stream.record_event()
         fill([self._rows(f, p) for f, p in zip(firsts, packets, strict=True)])
-        if self._opened is None:
-            self._open_pass()
         with self._launching:  # an error in fill() leaves the epoch unchanged
             self._check_released()
             self._unread = unread
@@ -263,32 +252,23 @@ class PeerMemory(Transport):
             )
             os.abort()
 
-    def _start_pass(self) -> None:
-        """Start a pass on the current stream, without a change to the flags of any rank."""
+    def _open_pass(self) -> None:
+        """Make the copy stream wait until all ranks have ended their last pass.
+
+        Flags of a rank may be written only then, because it resets them at the end of its pass.
+        """
         stream = torch.cuda.current_stream(self._device.index)
         if not self._is_captured:
             self._streams.add(stream)
         self._epoch, self._unread, self._waited = 0, [], {}
         self._begun = stream.record_event()
-
-    def _open_pass(self) -> None:
-        """Make the copy stream wait until all ranks have ended their last pass.
-
-        Flags of a rank may be written only then, because it resets them at the end of its pass, and
-        only if all ranks are known to make this pass.
-        """
-        if self._confirm is not None:
-            self._confirm()
-        with self._launching:
-            self._check_released()
-            assert self._begun is not None
-            self._copy_stream.wait_event(self._begun)
-            for rank in self._others:
-                # The reset comes before `seen`, which allows the peer to end its next pass.
-                self._wait_flag(self._copy_stream, rank, _ENDED, 1)
-                self._write_flag(self._copy_stream, self._rank, _ENDED, 0, about=rank)
-                self._write_flag(self._copy_stream, rank, _SEEN, 1)
-            self._opened = self._record_copies()
+        self._copy_stream.wait_event(self._begun)
+        for rank in self._others:
+            # The reset comes before `seen`, which allows the peer to end its next pass.
+            self._wait_flag(self._copy_stream, rank, _ENDED, 1)
+            self._write_flag(self._copy_stream, self._rank, _ENDED, 0, about=rank)
+            self._write_flag(self._copy_stream, rank, _SEEN, 1)
+        self._opened = self._record_copies()
 
     def _close_pass(self) -> torch.cuda.Event:
         """Wait on the copy stream for the peers' copies, reset the epochs, announce the end.

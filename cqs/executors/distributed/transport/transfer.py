@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -115,16 +114,6 @@ A transport on CPUs blocks the host in both cases.
 """
 
 
-class CallPass(NamedTuple):
-    """A forward or backward pass of one call."""
-
-    number: int = 0
-    """Number of the call on its group; equal on all ranks."""
-    confirm: Callable[[], object] | None = None
-    """Waits until all ranks are known to make the same pass, or raises. A transport calls it before
-    it does anything that other ranks can notice. ``None`` if the ranks have agreed already."""
-
-
 class Transport:
     """Sends packets between the ranks of a group."""
 
@@ -139,8 +128,12 @@ class Transport:
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
-    def begin(self, call_pass: "CallPass") -> None:
-        """Begin a forward or backward pass; all ranks of the group must call this equally often."""
+    def begin(self, number: int) -> None:
+        """Begin a forward or backward pass on which all ranks have agreed.
+
+        Args:
+            number: Number of the call on its group; equal on all ranks.
+        """
 
     def end(self) -> None:
         """End the pass, also after an error. Later work on the current stream waits for its end."""
