@@ -134,13 +134,13 @@ class ActorPool:
             cpus_per_worker = max(int(total.get("CPU", 0) // total["GPU"]), 1) if use_gpus else 1
         sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes()]
         self.store_bytes = min(filter(None, sizes), default=0.0)
-        kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-        num_workers = num_workers or max(int(total.get(kind, 0)) // each, 1)
-        self._room = ray.util.placement_group([{kind: each}] * num_workers, strategy="PACK")
+        kind, per_worker = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
+        num_workers = num_workers or max(int(total.get(kind, 0)) // per_worker, 1)
+        self._room = ray.util.placement_group([{kind: per_worker}] * num_workers, strategy="PACK")
         if not self._room.wait(_RELEASE_SECONDS):
             raise ValueError(
                 f"num_workers must be at most the workers that fit the free {kind}s, "
-                f"got {num_workers}, which require {num_workers * each}: the cluster has "
+                f"got {num_workers}, which require {num_workers * per_worker}: the cluster has "
                 f"{ray.available_resources().get(kind, 0):g} free of {total.get(kind, 0):g}"
             )
         strategies = ray.util.scheduling_strategies
@@ -341,8 +341,8 @@ class Calls:
         if not queue:
             self._last_sign[actor] = time.monotonic()
         call = getattr(actor.handle, method).options(num_returns=num_returns)
-        found = call.remote(*arguments)
-        ref, *others = found if num_returns > 1 else [found]
+        refs = call.remote(*arguments)
+        ref, *others = refs if num_returns > 1 else [refs]
         queue[ref] = key
         self._actors[ref] = actor
         return others

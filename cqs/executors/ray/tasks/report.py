@@ -127,10 +127,10 @@ class RunReport:
     @property
     def by_process(self) -> dict[tuple[str, int], tuple[TaskReport, ...]]:
         """Tasks by node and pid of their process, in order of their start."""
-        found: dict[tuple[str, int], tuple[TaskReport, ...]] = defaultdict(tuple)
+        processes: dict[tuple[str, int], tuple[TaskReport, ...]] = defaultdict(tuple)
         for task in sorted(self.tasks, key=lambda task: task.started):
-            found[task.node, task.pid] += (task,)
-        return dict(found)
+            processes[task.node, task.pid] += (task,)
+        return dict(processes)
 
     @property
     def slowest(self) -> tuple[TaskReport, ...]:
