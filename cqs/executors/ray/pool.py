@@ -38,7 +38,7 @@ class PartsLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """After how many failures, and after how long a silence, a call gives up."""
+    """Timeouts, and the number of failures, after which a call gives up."""
 
     stall_timeout: float
     """Seconds after which an actor that has work and returns no result counts as hung."""
@@ -49,7 +49,7 @@ class RetryPolicy:
 
 
 class ActorInfo(NamedTuple):
-    """Where an actor runs."""
+    """Process, node and device of an actor."""
 
     pid: int
     """Process id on the actor's host."""
@@ -70,7 +70,7 @@ class Actor:
     handle: Any = None
     """Ray handle of the actor; None before its start and after its removal."""
     info: ActorInfo | None = None
-    """Where the actor runs; None until it has answered, and after its removal."""
+    """Process and device of the actor; None until it has answered, and after its removal."""
 
 
 class ActorPool:
@@ -191,7 +191,7 @@ class ActorPool:
 
     @property
     def infos(self) -> list[ActorInfo]:
-        """Where the actors run that have started."""
+        """Processes and devices of the actors that have started."""
         return [info for actor in self.actors if (info := actor.info) is not None]
 
     @property
@@ -275,7 +275,7 @@ class Answer(NamedTuple):
     failure: Exception | None = None
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
     info: ActorInfo | None = None
-    """Where the actor that failed ran; None if it had not started."""
+    """Process and device of the actor that failed; None if it had not started."""
     seconds: float = 0.0
     """Time to get the value."""
 

@@ -20,7 +20,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 class SharedTensor(NamedTuple):
-    """Where a contiguous tensor is in exported memory; pickles in a few hundred bytes."""
+    """Location of a contiguous tensor in exported memory; pickles in a few hundred bytes."""
 
     process: str
     """The process that has exported the memory."""
@@ -89,11 +89,11 @@ class ExportedMemory:
 
     @property
     def is_used(self) -> bool:
-        """Whether it has tensors."""
+        """Whether the memory holds any tensor."""
         return any(allocation.used for allocation in self._allocations)
 
     def allocate(self, like: Sequence[Tensor]) -> list[tuple[Tensor, SharedTensor]]:
-        """Return contiguous tensors of the same shapes and dtypes, and where they are.
+        """Return contiguous tensors of the same shapes and dtypes, and their locations.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory.

@@ -31,7 +31,7 @@ class Outbox:
     """
 
     def __init__(self, pool: ActorPool, job: Job, number: int):
-        """Put nothing yet.
+        """Store the arguments; put nothing into the object store yet.
 
         Args:
             pool: The actors.

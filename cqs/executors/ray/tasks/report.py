@@ -61,7 +61,7 @@ class WorkerFailure(NamedTuple):
     node: str | None
     """Id of the actor's Ray node; None if it had not started."""
     noticed: float
-    """When the driver noticed the failure, in seconds since the epoch by the clock of its host."""
+    """Time at which the driver noticed it, in seconds since the epoch by the clock of its host."""
     lost_tasks: tuple[int, ...]
     """Indices of the tasks that were assigned again: unfinished ones, and those whose partial
     outputs the actor still held."""

@@ -56,7 +56,7 @@ class _Merge:
     lenders: dict[int, Actor] = field(default_factory=dict)
     """Actors on whose GPU such parts have stayed, by task."""
     num_losses: int = 0
-    """How often the owner could not read a part."""
+    """Number of times that the owner could not read a part."""
 
     @property
     def is_ready(self) -> bool:
@@ -64,11 +64,11 @@ class _Merge:
         return len(self.kept) + len(self.returned) == len(self.tasks)
 
     def has(self, index: int) -> bool:
-        """Whether the part of a task exists."""
+        """Return whether the part of a task exists."""
         return index in self.kept or index in self.returned
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Note that parts of other actors are lost."""
+        """Record that parts of other actors are lost."""
         for index in list(indices):
             del self.returned[index]
             self.lenders.pop(index, None)
@@ -398,7 +398,7 @@ class Run:
             self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
 
     def _finish_tasks(self, work: _TaskBatch, answer: Answer) -> list[int]:
-        """Note the parts of an answer; return the tasks that are computed for the first time."""
+        """Record the parts of an answer; return the tasks that are computed for the first time."""
         references, work.references = iter(work.references), []
         finished = []
         for call, (report, sums) in zip(work.calls, answer.value, strict=True):
