@@ -87,10 +87,10 @@ def register(name: str = "cqs", *, backend: str | None = None) -> None:
     add = _AttentionBackendRegistry.register(member, supports_context_parallel=True)
     add(_make_backend(backend))
     for processor in ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"):
-        found = getattr(attention_processor, processor)
-        if not hasattr(found, "_attention_backend"):
-            found._attention_backend = found._parallel_config = None
-            found.__call__ = _with_dispatch(found.__call__)
+        processor_class = getattr(attention_processor, processor)
+        if not hasattr(processor_class, "_attention_backend"):
+            processor_class._attention_backend = processor_class._parallel_config = None
+            processor_class.__call__ = _with_dispatch(processor_class.__call__)
 
 
 def _add_member(enum: Any, value: str) -> None:
@@ -148,7 +148,7 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
                 f"True for {lengths[1]} queries and {lengths[2]} keys"
             )
         output: Tensor = compute(
-            *(each.transpose(1, 2) for each in (query, key, value)),
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             pattern=None if attn_mask is None else _pattern_of(attn_mask, *lengths, group),
             dropout_p=dropout_p,
             is_causal=is_causal,
@@ -193,20 +193,20 @@ def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: A
     """
     if group is None:
         visible = _visible(mask, batch, seqlen_q, seqlen_kv)
-        of_keys = _of_keys(visible)
-        if of_keys is None:
+        key_mask = _reduce_to_keys(visible)
+        if key_mask is None:
             return from_mask(visible.expand(-1, -1, seqlen_q, seqlen_kv))
-        return masks.of_padding(as_array(of_keys))
+        return masks.mask_padding(as_array(key_mask))
     with errors_shared(group):
         visible = _visible(mask, batch, seqlen_q, seqlen_kv, is_shard=True)
-        of_keys = _of_keys(visible)
-        if of_keys is None:
+        key_mask = _reduce_to_keys(visible)
+        if key_mask is None:
             raise NotImplementedError(
                 "attn_mask must be the same for all queries and heads under context parallelism, "
                 f"got different rows in a mask {list(mask.shape)}"
             )
     everything = sliding_window(None, None)
-    return masks.of_group(group, everything, as_array(of_keys), 0, is_padded=True).pattern
+    return masks.gather_mask(group, everything, as_array(key_mask), 0, is_padded=True).pattern
 
 
 def _visible(
@@ -242,7 +242,7 @@ def _visible(
     return bias == 0
 
 
-def _of_keys(visible: Tensor) -> Tensor | None:
+def _reduce_to_keys(visible: Tensor) -> Tensor | None:
     """Return a mask as ``[batch, keys]``, or ``None`` if it differs between queries or heads."""
     first = visible[:, :1, :1]
     return first[:, 0, 0] if bool((visible == first).all()) else None
@@ -259,7 +259,7 @@ class _Dispatched(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         output = dispatch_attention_fn(
-            *(each.transpose(1, 2) for each in args),
+            *(tensor.transpose(1, 2) for tensor in args),
             **kwargs,
             backend=self._processor._attention_backend,
             parallel_config=self._processor._parallel_config,

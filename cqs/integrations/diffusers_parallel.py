@@ -155,8 +155,8 @@ def enable_parallelism(
         layer.processor._parallel_config = config
     group, shapes = context._flattened_mesh.get_group(), dict[str, torch.Size]()
     for path, spec in reversed([*plan.items()]):  # the hook that is registered last runs first
-        found = context_parallel._get_submodule_by_name(model, path)
-        for module in found if isinstance(found, list) else [found]:
+        submodules = context_parallel._get_submodule_by_name(model, path)
+        for module in submodules if isinstance(submodules, list) else [submodules]:
             if spec is None:
                 for layer in attention_layers(module):
                     layer.processor = copy(layer.processor)  # other layers may share it

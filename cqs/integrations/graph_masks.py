@@ -19,7 +19,7 @@ from cqs.patterns import Pattern, documents, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import InGraph, named_in_graphs
 
-_found: Pattern | None = None
+_traced_pattern: Pattern | None = None
 """The pattern of the mask function that was traced last; ``None`` if it was not recognised."""
 _is_packed = False
 """Whether that function masks out pairs of different sequences."""
@@ -100,10 +100,10 @@ def _make_mask(
     if joined is not None:
         ends = [[0, *(~row).nonzero()[0] + 1, q_length] for row in as_array(joined)]
         rows = [
-            row & documents(each, is_causal=False) for row, each in zip(rows, ends, strict=True)
+            row & documents(bounds, is_causal=False) for row, bounds in zip(rows, ends, strict=True)
         ]
     if visible is not None:
-        padding = masks.of_padding(as_array(visible))
+        padding = masks.mask_padding(as_array(visible))
         rows = [row & padding.head(element, 0) for element, row in enumerate(rows)]
     return rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
 
@@ -118,13 +118,13 @@ def unstacked(pattern: Pattern) -> Pattern:
 
 def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     """Return the pattern of a mask that this graph has made, unless an operation changed it."""
-    found: KnownMask | None = getattr(attention_mask, "cqs", None)
-    if found is None:
+    known: KnownMask | None = getattr(attention_mask, "cqs", None)
+    if known is None:
         return None
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
-    return found if _is_intact() else None
+    return known if _is_intact() else None
 
 
 def _compare(context: Any) -> None:
@@ -137,19 +137,19 @@ def _compare(context: Any) -> None:
 
 def _recognise(context: Any) -> None:
     """Find the pattern of the local variable ``mask_function`` while Dynamo traces."""
-    global _found, _is_packed
+    global _traced_pattern, _is_packed
     load = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
     variable = context.get_local("mask_function")
     function = _rebuild(variable._i_will_not_complain_if_bc_breaks_VariableTracker(), load)
     packed = []
 
-    def of_sequences(numbers: Any) -> Pattern:
+    def record_packed(numbers: Any) -> Pattern:
         packed.append(numbers)
         return sliding_window(None, None)
 
-    _found = None
+    _traced_pattern = None
     if isinstance(function, FunctionType):
-        _found = masks.of_function(function, 0, False, of_sequences)
+        _traced_pattern = masks.recognise_pattern(function, 0, False, record_packed)
     _is_packed = bool(packed)
 
 
@@ -166,16 +166,16 @@ def _rebuild(variable: Any, side_effects: Any) -> Any:
     if kind is variables.UserFunctionVariable:
         return None if variable.fn.__closure__ else variable.fn
     if kind is variables.TupleVariable:
-        return tuple(_rebuild(each, side_effects) for each in variable.items)
+        return tuple(_rebuild(item, side_effects) for item in variable.items)
     return variable.as_python_constant() if variable.is_python_constant() else None
 
 
 def _pattern() -> Pattern | None:
-    return _found
+    return _traced_pattern
 
 
 def _name() -> str:
-    return "" if _found is None else repr(_found)
+    return "" if _traced_pattern is None else repr(_traced_pattern)
 
 
 def _packs() -> bool:

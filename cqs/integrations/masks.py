@@ -34,7 +34,7 @@ _PACKED = "packed_sequence_mask_function"
 """Function of transformers that makes the mask function of packed sequences."""
 
 
-def of_sequences(numbers: Tensor) -> Pattern:
+def packed_sequences(numbers: Tensor) -> Pattern:
     """Return the pattern of packed sequences.
 
     Args:
@@ -47,11 +47,11 @@ def of_sequences(numbers: Tensor) -> Pattern:
     return by_batch(rows)
 
 
-def of_function(
+def recognise_pattern(
     mask_function: Callable[..., Tensor],
     distance: int,
     is_part: bool,
-    of_sequences: Callable[[Tensor], Pattern] = of_sequences,
+    make_packed: Callable[[Tensor], Pattern] = packed_sequences,
 ) -> Pattern | None:
     """Return the pattern of a mask function of transformers, or ``None`` if it is not recognised.
 
@@ -60,8 +60,8 @@ def of_function(
             its closure.
         distance: Position of the last key minus position of the last query.
         is_part: Whether the rank has a part of each sequence. Packed sequences are then ignored:
-            :func:`documents_of_group` returns them.
-        of_sequences: Returns the pattern of packed sequences.
+            :func:`gather_documents` returns them.
+        make_packed: Returns the pattern of packed sequences.
     """
     if mask_function.__module__ != "transformers.masking_utils":
         return None
@@ -72,14 +72,14 @@ def of_function(
     if maker == "and_masks":
         functions = made_from["mask_functions"]
         if is_part:
-            functions = [each for each in functions if _maker_of(each) != _PACKED]
-        patterns = [of_function(each, distance, is_part, of_sequences) for each in functions]
-        known = [each for each in patterns if each is not None]
+            functions = [term for term in functions if _maker_of(term) != _PACKED]
+        patterns = [recognise_pattern(term, distance, is_part, make_packed) for term in functions]
+        known = [pattern for pattern in patterns if pattern is not None]
         return reduce(and_, known) if len(known) == len(patterns) else None
     if maker == _PACKED:
-        return None if is_part else of_sequences(made_from["packed_sequence_mask"])
+        return None if is_part else make_packed(made_from["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":  # within a sequence distances stay
-        return of_function(made_from["mask_function"], distance, is_part, of_sequences)
+        return recognise_pattern(made_from["mask_function"], distance, is_part, make_packed)
     if distance:
         return None
     if maker == "causal_mask_function":
@@ -95,7 +95,7 @@ def of_function(
 def has_packed(mask_function: Callable[..., Tensor]) -> bool:
     """Return whether a mask function of transformers is one of packed sequences."""
     functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    return any(_maker_of(each) == _PACKED for each in (mask_function, *functions))
+    return any(_maker_of(function) == _PACKED for function in (mask_function, *functions))
 
 
 def _maker_of(mask_function: Callable[..., Tensor]) -> str:
@@ -122,14 +122,14 @@ def visible_keys(
     return None if visible.all() else visible
 
 
-def of_padding(visible: NDArray[np.bool_]) -> Pattern:
+def mask_padding(visible: NDArray[np.bool_]) -> Pattern:
     """Return the pattern of padding.
 
     Args:
         visible: True for keys that are not padding, boolean ``[batch, kv_length]``.
     """
     edges = (np.flatnonzero(np.diff(row, prepend=False, append=False)) for row in visible)
-    return by_batch([_Visible(tuple(map(int, each))) for each in edges])
+    return by_batch([_Visible(tuple(map(int, ends))) for ends in edges])
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def by_batch(rows: Sequence[Pattern]) -> Pattern:
     return rows[0] if len(set(rows)) == 1 else per_head([[row] for row in rows])
 
 
-def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Tensor | None]:
+def split_mask(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Tensor | None]:
     """Return the pattern of a boolean or additive mask, and its bias, ``None`` without one.
 
     A mask that is added to the scores masks pairs out and biases others. It has a bias if it
@@ -186,7 +186,7 @@ def of_tensor(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Ten
     return from_mask(mask.expand(-1, -1, q_length, kv_length)), bias
 
 
-def of_indices(indices: Tensor, kv_length: int) -> Pattern:
+def indexed_keys(indices: Tensor, kv_length: int) -> Pattern:
     """Return the pattern in which each query sees the keys of its indices.
 
     Args:
@@ -275,7 +275,7 @@ class GroupMask(NamedTuple):
     """Whether a rank has passed a padding mask; transformers then has no packed sequences."""
 
 
-def of_group(
+def gather_mask(
     group: Any,
     pattern: Pattern | None,
     visible: NDArray[np.bool_],
@@ -307,17 +307,17 @@ def of_group(
     batch, length = visible.shape
     request = {"call": "a mask", "pattern": pattern, "batch": batch}
     own = [length, int(is_padded), *np.packbits(visible).tolist()]
-    found = gather(group, request, own)
+    rank_masks = gather(group, request, own)
     parts = [
         np.unpackbits(np.array(packed, np.uint8), count=batch * num_keys).reshape(batch, num_keys)
-        for num_keys, _, *packed in found
+        for num_keys, _, *packed in rank_masks
     ]
     visible = np.concatenate(parts, axis=1).astype(bool)
-    whole = pattern if visible.all() else pattern & of_padding(visible)
-    return GroupMask(whole, visible.shape[1], any(each[1] for each in found))
+    whole = pattern if visible.all() else pattern & mask_padding(visible)
+    return GroupMask(whole, visible.shape[1], any(rank_mask[1] for rank_mask in rank_masks))
 
 
-def documents_of_group(
+def gather_documents(
     group: Any, position_ids: Tensor, *, are_global: bool = False
 ) -> Pattern | None:
     """Return the pattern of packed sequences that are sharded over the ranks of a group.
@@ -342,8 +342,8 @@ def documents_of_group(
         starts = np.flatnonzero(np.diff(row) != 1) + 1
         own += [int(row[0]), int(row[-1]), len(starts), *starts.tolist()]
     request = {"call": "position_ids", "batch": len(positions)}
-    found = [own] if group is None else gather(group, request, own)
-    parts = [(rank, *part) for rank, part in enumerate(found) if part[0]]
+    rank_positions = [own] if group is None else gather(group, request, own)
+    parts = [(rank, *part) for rank, part in enumerate(rank_positions) if part[0]]
     if (
         len(parts) > 1
         and not are_global

@@ -64,10 +64,10 @@ def register(name: str, attend: Callable[..., Any]) -> None:
     _attend_of[name] = attend
     for path, classes in _CLASSES.items():
         try:
-            found = getattr(import_module(f"transformers.models.{path}"), classes)
+            layer_classes = getattr(import_module(f"transformers.models.{path}"), classes)
         except (ImportError, AttributeError):  # another version of transformers
             continue
-        found[name] = found["eager"]
+        layer_classes[name] = layer_classes["eager"]
 
 
 def with_eager_masks(
@@ -98,7 +98,7 @@ def _is_own(module: str) -> bool:
     # Half of Informer's layers require that there is no mask, DeepSeek V4 appends numbers to it.
     if family in ("deepseek_v4", "informer"):
         return True
-    code = "".join(each.read_text("utf-8") for each in Path(path).parent.glob("modeling_*.py"))
+    code = "".join(file.read_text("utf-8") for file in Path(path).parent.glob("modeling_*.py"))
     has_layer = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
     return has_layer is not None and "ALL_ATTENTION_FUNCTIONS" not in code
 

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 class KnownMask(NamedTuple):
-    """The pattern of a mask that nothing has changed, and what a layer must know of it."""
+    """The pattern of a mask that nothing has changed, and its properties that layers read."""
 
     pattern: Pattern
     is_stacked: bool

@@ -17,7 +17,7 @@ from torchtitan.protocols.sharding import LocalMapConfig
 
 import cqs.distributed
 from cqs.api import attention
-from cqs.integrations.masks import documents_of_group
+from cqs.integrations.masks import gather_documents
 from cqs.patterns import Pattern, causal, sliding_window
 from cqs.problem.scores import Scores
 from cqs.worker.backends import check_backend_name
@@ -105,7 +105,7 @@ class Attention(Module):
         if self.window != (-1, 0):
             left, right = (None if number < 0 else number for number in self.window)
             attention_masks = attention_masks & sliding_window(left, right)
-        heads_first = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))
+        heads_first = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         output: Tensor = self.compute(
             *heads_first, pattern=attention_masks, scale=scale, scores=scores
         )
@@ -137,10 +137,10 @@ def convert(
     """
     check_backend_name(backend)
     model = copy.deepcopy(spec.model)
-    found = [each for kind in _REPLACED for each in model.traverse(kind)]
-    if not found:
+    matches = [match for kind in _REPLACED for match in model.traverse(kind)]
+    if not matches:
         raise ValueError(f"spec must have an inner attention, got model {spec.name!r} without one")
-    for _, replaced, parent, name in found:
+    for _, replaced, parent, name in matches:
         window = getattr(replaced, "window_size", (-1, 0))
         if size := getattr(parent, "sliding_window_size", None):
             window = size - 1, 0
@@ -188,6 +188,6 @@ def _add_pattern(
     if positions is not None:
         if isinstance(positions, DTensor):
             positions = positions.to_local()
-        packed = documents_of_group(group, positions, are_global=True)
+        packed = gather_documents(group, positions, are_global=True)
         pattern = pattern if packed is None else pattern & packed
     return args, options | {"attention_masks": pattern}

@@ -181,7 +181,7 @@ class _Implementation:
                 else:
                     pattern = graph_masks.unstacked(pattern)
             if indices is not None:
-                pattern = pattern & masks.of_indices(indices, key.shape[2])
+                pattern = pattern & masks.indexed_keys(indices, key.shape[2])
             output = compute(query, key, value, pattern=pattern)
         except (NotImplementedError, TypeError, ValueError) as error:
             name = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', None)}"
@@ -217,7 +217,7 @@ class _Implementation:
                     "attention_mask must be the padding mask, [batch, positions], with a process "
                     f"group, got {list(attention_mask.shape)}"
                 )
-            pattern, bias = masks.of_tensor(attention_mask, *lengths)
+            pattern, bias = masks.split_mask(attention_mask, *lengths)
         else:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
@@ -234,10 +234,10 @@ class _Implementation:
         if position_ids is None or position_ids.ndim != 2 or asked.get("cu_seq_lens_q") is not None:
             return None
         if not isinstance(attention_mask, PatternMask):
-            return masks.documents_of_group(self.group, position_ids)
+            return masks.gather_documents(self.group, position_ids)
         source = attention_mask.source
         if source.may_be_packed:
-            source.packed = masks.documents_of_group(self.group, position_ids)
+            source.packed = masks.gather_documents(self.group, position_ids)
             source.may_be_packed = False
         return source.packed
 
@@ -288,13 +288,13 @@ class _Implementation:
         with self._errors_shared:
             visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
             distance = kv_offset + kv_length - q_offset - q_length
-            pattern = masks.of_function(mask_function, distance, self.group is not None)
+            pattern = masks.recognise_pattern(mask_function, distance, self.group is not None)
         shape, device = (batch_size, 1, q_length, kv_length), torch.device(device)
         if self.group is not None:
             if visible is None:
                 visible = np.ones((batch_size, kv_length), dtype=bool)
             is_padded = attention_mask is not None
-            whole = masks.of_group(self.group, pattern, visible, q_offset, is_padded=is_padded)
+            whole = masks.gather_mask(self.group, pattern, visible, q_offset, is_padded=is_padded)
             source = MaskSource(lambda: whole.pattern, _no_dense_mask, num_tokens=whole.num_tokens)
             source.may_be_packed = not whole.is_padded
             source.has_packed = masks.has_packed(mask_function)
@@ -318,10 +318,10 @@ class _Implementation:
 
         def make_pattern() -> Pattern:
             if pattern is None:
-                found = masks.by_batch([from_mask(each[0]) for each in make_dense()])
+                batched = masks.by_batch([from_mask(element[0]) for element in make_dense()])
             else:
-                found = pattern if visible is None else pattern & masks.of_padding(visible)
-            return masks.stack(found, q_length, kv_length) or found
+                batched = pattern if visible is None else pattern & masks.mask_padding(visible)
+            return masks.stack(batched, q_length, kv_length) or batched
 
         source = MaskSource(make_pattern, make_dense)
         if "torch._dynamo" in sys.modules:  # a compiled model may read the mask
@@ -384,8 +384,8 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
         "output_attentions=True: the model's eager attention computes the layers, not cqs",
         stacklevel=3,
     )
-    found: Callable[..., Any] = eager
-    return found
+    attend: Callable[..., Any] = eager
+    return attend
 
 
 def _no_dense_mask() -> Tensor:

@@ -28,7 +28,7 @@ from cqs.executors.ray.tasks.job import (
     TaskResults,
 )
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
-from cqs.tiler.group import Part
+from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """Bytes at whose multiples the memory of a result starts."""
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _SentParts = list[tuple[slice, "tuple[Blob | SharedTensor, ...]"]]
 """Parts of a group that another actor reads."""
 
@@ -61,7 +61,7 @@ class TaskActor(ShardActor):
         """Number of the current run."""
         self._is_short = False
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
-        self._kept: dict[tuple[Group, int], list[Part]] = {}
+        self._kept: dict[tuple[Group, int], list[GroupPart]] = {}
         """Parts of the current run by group and task, until the group is merged here."""
         self._exported: ExportedMemory | None = None
         """Parts of the current run that other actors read; None before the first."""
@@ -82,7 +82,7 @@ class TaskActor(ShardActor):
         """Compute tasks; keep their results for groups that are merged here, return the others.
 
         Args:
-            settings: The run. What the actor keeps of earlier runs is discarded.
+            settings: The run. Inputs and parts of earlier runs are discarded.
             calls: The tasks.
             num_queries: Number of elements of ``sent`` with tensors of queries.
             sent: Tensors of the queries, then of the keys, with all tokens that the tasks hold.
@@ -104,15 +104,15 @@ class TaskActor(ShardActor):
         reports, returned = [], []
         for call in calls:
             try:
-                report, found, sums = self._run_task(settings, call, sides, begun)
-                returned += [self._send(found, each) for each in call.returned]
+                report, results, sums = self._run_task(settings, call, sides, begun)
+                returned += [self._send(results, receiver) for receiver in call.returned]
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
             begun = time.time()
             reports.append((report, self._pack(sums)))
             for group in call.kept:
-                parts = found[group]
+                parts = results[group]
                 self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
         self._synchronize()  # other actors may read the parts once this call is answered
         return [reports, *returned] if returned else reports
@@ -158,10 +158,10 @@ class TaskActor(ShardActor):
         return MergeReport(os.getpid(), self._node, started, middle - start, end - middle), blobs
 
     def forget(self, closes: bool) -> None:
-        """Discard what the actor keeps of the current run.
+        """Discard inputs, parts and results of the current run.
 
         Args:
-            closes: Also close memory of other processes, and free what they may have open.
+            closes: Also close memory of other processes, and free memory that they may have open.
         """
         self._begin(-1)
         self._buffer = self._buffer.new_empty(0)
@@ -170,7 +170,7 @@ class TaskActor(ShardActor):
             self._exported = None
 
     def _begin(self, number: int) -> None:
-        """Discard what the actor keeps of earlier runs."""
+        """Discard inputs and parts of earlier runs."""
         if self._number != number:
             self._number, self._is_short = number, False
             self._kept.clear()
@@ -201,7 +201,7 @@ class TaskActor(ShardActor):
         terms = job.terms_of_task(settings, call, self._device)
         worker = replace(worker, terms=terms)
         ranges = task.held_queries, task.held_keys
-        groups = [*call.kept, *chain.from_iterable(each.groups for each in call.returned)]
+        groups = [*call.kept, *chain.from_iterable(receiver.groups for receiver in call.returned)]
         self._backend = worker.backend
 
         def compute() -> tuple[TaskResults, float, float, int, int]:
@@ -216,7 +216,7 @@ class TaskActor(ShardActor):
                     must_join=worker.pattern is not None,
                 )
                 held.append(tokens)
-                num_bytes += sum(each.nbytes for each in tokens)
+                num_bytes += sum(tensor.nbytes for tensor in tokens)
                 beside += uncounted
             (query, *rest), (key, value) = held
             tensors = query.sample, key.sample, value.sample
@@ -224,12 +224,12 @@ class TaskActor(ShardActor):
             self._synchronize()
             started, start = time.time(), time.perf_counter()
             with torch.no_grad():  # tensors of a score function may require gradients
-                found = settings.of_pass.compute(worker, task, groups, query, key, value, *rest)
+                results = settings.task_pass.compute(worker, task, groups, query, key, value, *rest)
             self._synchronize()
-            return found, started, time.perf_counter() - start, num_bytes, beside
+            return results, started, time.perf_counter() - start, num_bytes, beside
 
-        results, peak_bytes = self._with_room(partial(measure_peak_bytes, compute, self._device))
-        found, started, seconds, num_bytes, beside = results
+        measured, peak_bytes = self._with_room(partial(measure_peak_bytes, compute, self._device))
+        results, started, seconds, num_bytes, beside = measured
         report = TaskReport(
             index=task.index,
             pid=os.getpid(),
@@ -241,9 +241,9 @@ class TaskActor(ShardActor):
             seconds=seconds,
             peak_bytes=peak_bytes + beside,
             bytes_in=num_bytes,
-            bytes_out=job.count_bytes(found),
+            bytes_out=job.count_bytes(results),
         )
-        return report, found, job.sums_of_task(terms, call)
+        return report, results, job.sums_of_task(terms, call)
 
     def _merge_group(
         self,
@@ -257,7 +257,7 @@ class TaskActor(ShardActor):
         Returns:
             The merged tensors, and the first byte that is free after them.
         """
-        ordered: list[Part] = []
+        ordered: list[GroupPart] = []
         for task in call.tasks:
             if task in others:
                 ordered += self._receive(others[task])
@@ -265,27 +265,27 @@ class TaskActor(ShardActor):
                 kept = self._kept[call.group, task]
                 ordered += [(rows, tuple(t.to(self._device) for t in part)) for rows, part in kept]
         results, free = self._results(settings, call.group, free)
-        settings.of_pass.merge(ordered, results)
+        settings.task_pass.merge(ordered, results)
         return results, free
 
     def _results(self, settings: RunSettings, group: Group, free: int) -> tuple[list[Tensor], int]:
         """Return tensors for a merged group: rows of tensors of the driver, or own memory."""
-        rows, found = slice(group.tokens.start, group.tokens.stop), []
-        for each in settings.results[group.is_of_keys]:
-            if each.shared is not None:
-                found.append(self._inputs.tensor(each.shared)[:, :, rows])
+        rows, results = slice(group.tokens.start, group.tokens.stop), []
+        for spec in settings.results[group.is_of_keys]:
+            if spec.shared is not None:
+                results.append(self._inputs.tensor(spec.shared)[:, :, rows])
                 continue
-            shape = *each.shape[:2], len(group.tokens), *each.shape[3:]
-            size = math.prod(shape) * each.dtype.itemsize
+            shape = *spec.shape[:2], len(group.tokens), *spec.shape[3:]
+            size = math.prod(shape) * spec.dtype.itemsize
             if free + size > len(self._buffer):
                 self._buffer = self._buffer.new_empty(max(2 * len(self._buffer), size))
                 free = 0  # earlier results keep the memory that was replaced
-            found.append(self._buffer[free : free + size].view(each.dtype).view(shape))
+            results.append(self._buffer[free : free + size].view(spec.dtype).view(shape))
             free += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return found, free
+        return results, free
 
-    def _with_room(self, compute: Callable[[], _Found]) -> _Found:
-        """Compute; if the GPU has too little memory, free what it keeps and compute again."""
+    def _with_room(self, compute: Callable[[], _Result]) -> _Result:
+        """Run ``compute``; if GPU memory is short, free inputs and parts, and run it again."""
         try:
             return compute()
         except torch.OutOfMemoryError:
@@ -299,16 +299,16 @@ class TaskActor(ShardActor):
         torch.cuda.empty_cache()
         return compute()
 
-    def _send(self, found: TaskResults, returned: Returned) -> dict[Group, _SentParts]:
+    def _send(self, results: TaskResults, returned: Returned) -> dict[Group, _SentParts]:
         """Return parts by group for another actor: on this GPU if it reads them there."""
-        tensors = [t for group in returned.groups for _, part in found[group] for t in part]
+        tensors = [t for group in returned.groups for _, part in results[group] for t in part]
         shared: Sequence[SharedTensor] = ()
         if returned.stays_on_gpu and not self._is_short:
             with suppress(ImportError, RuntimeError):  # memory is short, or has no handle
                 shared = self._export(tensors)
         sent: Iterator[Blob | SharedTensor] = iter(shared or self._pack(tensors))
         return {
-            group: [(rows, tuple(next(sent) for _ in part)) for rows, part in found[group]]
+            group: [(rows, tuple(next(sent) for _ in part)) for rows, part in results[group]]
             for group in returned.groups
         }
 
@@ -323,7 +323,7 @@ class TaskActor(ShardActor):
             place.copy_(tensor)
         return [shared for _, shared in places]
 
-    def _receive(self, parts: _SentParts) -> list[Part]:
+    def _receive(self, parts: _SentParts) -> list[GroupPart]:
         """Return parts of another actor as tensors that kernels can read."""
         try:
             return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
@@ -356,5 +356,5 @@ class TaskActor(ShardActor):
             torch.cuda.synchronize(self._device)
 
 
-def _on_host(parts: Sequence[Part]) -> list[Part]:
+def _on_host(parts: Sequence[GroupPart]) -> list[GroupPart]:
     return [(rows, tuple(tensor.cpu() for tensor in part)) for rows, part in parts]

@@ -13,7 +13,7 @@ import torch
 from cqs.executors.ray.pool import ActorPool
 from cqs.executors.ray.session import LOCK
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 _THREAD = "cqs-dispatcher"
 """Prefix of the names of dispatcher threads."""
@@ -64,12 +64,12 @@ class Dispatcher:
             )
         self.pool.check_connected()
 
-    def submit(self, work: Callable[[], _Found]) -> "Future[_Found]":
+    def submit(self, work: Callable[[], _Result]) -> "Future[_Result]":
         """Execute ``work`` in the dispatcher thread, without gradients; do not wait for it."""
         self.check_open()
         in_inference_mode, closing = torch.is_inference_mode_enabled(), self.pool.closing
 
-        def execute() -> _Found:
+        def execute() -> _Result:
             if closing.is_set():
                 raise CancelledError
             with torch.inference_mode(in_inference_mode), torch.no_grad():  # modes of this thread
@@ -81,7 +81,7 @@ class Dispatcher:
             self.check_open()
             raise
 
-    def wait_for(self, work: Callable[[], _Found], cancelled: threading.Event) -> _Found:
+    def wait_for(self, work: Callable[[], _Result], cancelled: threading.Event) -> _Result:
         """Execute ``work`` in the dispatcher thread and wait for its result.
 
         Args:
@@ -97,7 +97,7 @@ class Dispatcher:
         return wait_or_cancel(self.submit(work), cancelled)
 
 
-def wait_or_cancel(future: "Future[_Found]", cancelled: threading.Event) -> _Found:
+def wait_or_cancel(future: "Future[_Result]", cancelled: threading.Event) -> _Result:
     """Wait for a result; if an exception interrupts the wait, set ``cancelled``."""
     try:
         return future.result()

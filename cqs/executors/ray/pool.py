@@ -38,7 +38,7 @@ class PartsLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """After how many failures, and after how long a silence, a call gives up."""
+    """Timeouts, and the number of failures, after which a call gives up."""
 
     stall_timeout: float
     """Seconds after which an actor that has work and returns no result counts as hung."""
@@ -49,7 +49,7 @@ class RetryPolicy:
 
 
 class ActorInfo(NamedTuple):
-    """Where an actor runs."""
+    """Process, node and device of an actor."""
 
     pid: int
     """Process id on the actor's host."""
@@ -70,7 +70,7 @@ class Actor:
     handle: Any = None
     """Ray handle of the actor; None before its start and after its removal."""
     info: ActorInfo | None = None
-    """Where the actor runs; None until it has answered, and after its removal."""
+    """Process and device of the actor; None until it has answered, and after its removal."""
 
 
 class ActorPool:
@@ -134,13 +134,13 @@ class ActorPool:
             cpus_per_worker = max(int(total.get("CPU", 0) // total["GPU"]), 1) if use_gpus else 1
         sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes()]
         self.store_bytes = min(filter(None, sizes), default=0.0)
-        kind, each = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-        num_workers = num_workers or max(int(total.get(kind, 0)) // each, 1)
-        self._room = ray.util.placement_group([{kind: each}] * num_workers, strategy="PACK")
+        kind, per_worker = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
+        num_workers = num_workers or max(int(total.get(kind, 0)) // per_worker, 1)
+        self._room = ray.util.placement_group([{kind: per_worker}] * num_workers, strategy="PACK")
         if not self._room.wait(_RELEASE_SECONDS):
             raise ValueError(
                 f"num_workers must be at most the workers that fit the free {kind}s, "
-                f"got {num_workers}, which require {num_workers * each}: the cluster has "
+                f"got {num_workers}, which require {num_workers * per_worker}: the cluster has "
                 f"{ray.available_resources().get(kind, 0):g} free of {total.get(kind, 0):g}"
             )
         strategies = ray.util.scheduling_strategies
@@ -191,7 +191,7 @@ class ActorPool:
 
     @property
     def infos(self) -> list[ActorInfo]:
-        """Where the actors run that have started."""
+        """Processes and devices of the actors that have started."""
         return [info for actor in self.actors if (info := actor.info) is not None]
 
     @property
@@ -275,7 +275,7 @@ class Answer(NamedTuple):
     failure: Exception | None = None
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
     info: ActorInfo | None = None
-    """Where the actor that failed ran; None if it had not started."""
+    """Process and device of the actor that failed; None if it had not started."""
     seconds: float = 0.0
     """Time to get the value."""
 
@@ -341,8 +341,8 @@ class Calls:
         if not queue:
             self._last_sign[actor] = time.monotonic()
         call = getattr(actor.handle, method).options(num_returns=num_returns)
-        found = call.remote(*arguments)
-        ref, *others = found if num_returns > 1 else [found]
+        refs = call.remote(*arguments)
+        ref, *others = refs if num_returns > 1 else [refs]
         queue[ref] = key
         self._actors[ref] = actor
         return others

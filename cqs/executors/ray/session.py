@@ -18,7 +18,7 @@ from typing import Any
 _CONNECT_SECONDS = 10.0
 """Seconds to wait for a TCP connection to the address of a cluster, and then for its answer."""
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a gRPC client sends first, with empty settings; the server answers with its settings."""
+"""First bytes of a gRPC client, with empty settings; the server answers with its settings."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """Example of Ray's name of a session directory, without the process id; it gives the length."""
 _PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
@@ -102,15 +102,15 @@ def interrupts_deferred() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     caught: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {
-        each: signal.signal(each, lambda number, frame: caught.append((number, frame)))
-        for each in (signal.SIGINT, signal.SIGALRM)
-        if is_main and callable(signal.getsignal(each))
+        signum: signal.signal(signum, lambda number, frame: caught.append((number, frame)))
+        for signum in (signal.SIGINT, signal.SIGALRM)
+        if is_main and callable(signal.getsignal(signum))
     }
     try:
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         for number, frame in caught[:1]:
             handlers[number](number, frame)
 

@@ -111,12 +111,12 @@ class ShardActor:
             opened = self._store if rank == 0 else dist.TCPStore(*address, timeout=seconds)
         opened.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"{generation}/", opened)
-        names = [f"joined/{each}" for each in range(num_ranks)]
+        names = [f"joined/{peer}" for peer in range(num_ranks)]
         store.set(names[rank], "")
         end = time.monotonic() + timeout
         while not store.check(names):  # PyTorch's own wait for a failed rank cannot be aborted
             if self._aborted >= generation or time.monotonic() > end:
-                missing = [each for each in range(num_ranks) if not store.check([names[each]])]
+                missing = [peer for peer in range(num_ranks) if not store.check([names[peer]])]
                 raise RuntimeError(
                     f"rendezvous of rank {rank} was aborted or timed out: ranks {missing} did not "
                     "join"
@@ -220,9 +220,9 @@ class ShardActor:
     def _is_on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _as_shard(self, producer: ShardProducer, found: Any) -> tuple[Tensor, ...]:
-        several = found if isinstance(found, (tuple, list)) else (found,)
-        wrong = [type(each).__name__ for each in several if not isinstance(each, Tensor)]
+    def _as_shard(self, producer: ShardProducer, returned: Any) -> tuple[Tensor, ...]:
+        several = returned if isinstance(returned, (tuple, list)) else (returned,)
+        wrong = [type(value).__name__ for value in several if not isinstance(value, Tensor)]
         if wrong or not several:
             raise TypeError(
                 f"the function of {producer.name} must return a tensor or several, got "
@@ -253,6 +253,6 @@ def _interface_of(host: str) -> str | None:
     import psutil  # comes with Ray
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == host for each in addresses):
+        if any(entry.address == host for entry in addresses):
             return str(name)
     return None

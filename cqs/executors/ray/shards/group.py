@@ -19,7 +19,7 @@ from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 _GRACE_SECONDS = 1.0
 """Seconds in which the other ranks of a group report errors after the first error."""
@@ -64,7 +64,7 @@ class WorkerGroup:
         """Number of ranks, equal to the number of shards of every sequence."""
         return len(self._members)
 
-    def call(self, work: Callable[..., _Found], *arguments: Any) -> _Found:
+    def call(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Execute ``work(*arguments)`` in the dispatcher thread, and wait for its result.
 
         Shards to which nothing refers are freed first. If an exception interrupts the wait, the
@@ -72,7 +72,7 @@ class WorkerGroup:
         """
         cancelled = threading.Event()
 
-        def sweep_and_work() -> _Found:
+        def sweep_and_work() -> _Result:
             self._cancelled = cancelled
             self._sweep()
             return work(*arguments)
@@ -109,9 +109,9 @@ class WorkerGroup:
 
     def _sweep(self, *needed: ShardOperation) -> None:
         """Free the shards of all operations that are neither wanted nor needed."""
-        self._free([each for each in self._held.difference(needed) if not each.is_wanted])
+        self._free([held for held in self._held.difference(needed) if not held.is_wanted])
 
-    def restore(self, operation: ShardOperation, use: Callable[[], _Found]) -> _Found:
+    def restore(self, operation: ShardOperation, use: Callable[[], _Result]) -> _Result:
         """Make the missing shards of an operation, and first the missing shards of its sources.
 
         Args:
@@ -139,7 +139,7 @@ class WorkerGroup:
                         (current, ranks), *todo = todo
                         self._compute(current, ranks)
                         self._sweep(
-                            operation, *(each for later, _ in todo for each in later.sources)
+                            operation, *(source for later, _ in todo for source in later.sources)
                         )
                     return use()
                 except _BrokenError as error:
@@ -158,8 +158,8 @@ class WorkerGroup:
 
     def fetch(self, operation: ShardOperation) -> list[tuple[Blob, ...]]:
         """Return the shards as blobs, in rank order; raises as :meth:`restore` does."""
-        found = self.restore(operation, lambda: self._call_settled("fetch", operation.number))
-        return [found[rank] for rank in range(self.num_ranks)]
+        blobs = self.restore(operation, lambda: self._call_settled("fetch", operation.number))
+        return [blobs[rank] for rank in range(self.num_ranks)]
 
     def rest(self, cancelled: threading.Event) -> None:
         """Wait until every actor is free for other work: none waits for a failed rank.
@@ -212,8 +212,8 @@ class WorkerGroup:
             operation.holders[rank] = self._members[rank]
         try:
             on = None if producer.is_collective else ranks
-            found = self._call("compute", arguments, on, is_collective=producer.is_collective)
-            operation.add_shapes({rank: found[rank] for rank in ranks})
+            shapes = self._call("compute", arguments, on, is_collective=producer.is_collective)
+            operation.add_shapes({rank: shapes[rank] for rank in ranks})
         except BaseException:
             self._free([operation], ranks)  # they may hold invalid data
             raise
@@ -373,7 +373,7 @@ class WorkerGroup:
     def _free(self, operations: list[ShardOperation], ranks: Iterable[int] | None = None) -> None:
         """Free the shards of some operations on some ranks; ``None`` means all ranks."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            held = [each.number for each in operations if self._has(rank, each)]
+            held = [operation.number for operation in operations if self._has(rank, operation)]
             if held and self._members[rank].handle is not None:
                 self._pool.abandon([self._members[rank].handle.free.remote(held)])
             for operation in operations:

@@ -123,8 +123,8 @@ def attend_shards(
     query, key, value, *bias = tensors
     if (scores := options["scores"]) is not None:
         sinks, slopes = (
-            None if each is None else each.to(query.device)
-            for each in (scores.sinks, scores.alibi_slopes)
+            None if tensor is None else tensor.to(query.device)
+            for tensor in (scores.sinks, scores.alibi_slopes)
         )
         scores = replace(scores, sinks=sinks, alibi_slopes=slopes, bias=bias[0] if bias else None)
         options = options | {"scores": scores}

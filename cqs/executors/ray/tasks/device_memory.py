@@ -20,7 +20,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 class SharedTensor(NamedTuple):
-    """Where a contiguous tensor is in exported memory; pickles in a few hundred bytes."""
+    """Location of a contiguous tensor in exported memory; pickles in a few hundred bytes."""
 
     process: str
     """The process that has exported the memory."""
@@ -63,7 +63,8 @@ class ExportedMemory:
     """GPU memory for tensors of one run after another, which other processes open once.
 
     To open an allocation takes about 10 ms, whatever its size: allocations are kept from run to
-    run. What another process has open exists until that process closes it, even if this one ends.
+    run. Memory that another process has open exists until that process closes it, even if this
+    process ends.
     """
 
     def __init__(self, device: torch.device):
@@ -88,11 +89,11 @@ class ExportedMemory:
 
     @property
     def is_used(self) -> bool:
-        """Whether it has tensors."""
+        """Whether the memory holds any tensor."""
         return any(allocation.used for allocation in self._allocations)
 
     def allocate(self, like: Sequence[Tensor]) -> list[tuple[Tensor, SharedTensor]]:
-        """Return contiguous tensors of the same shapes and dtypes, and where they are.
+        """Return contiguous tensors of the same shapes and dtypes, and their locations.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory.
@@ -100,7 +101,7 @@ class ExportedMemory:
         """
         sizes = list(map(_size_of, like))
         allocation = self._find_room(sum(sizes))
-        before, found = allocation.memory.data_ptr() - allocation.base, []
+        before, places = allocation.memory.data_ptr() - allocation.base, []
         for tensor, size in zip(like, sizes, strict=True):
             first, shape = allocation.used, tuple(tensor.shape)
             allocation.used += size
@@ -114,8 +115,8 @@ class ExportedMemory:
                 dtype=tensor.dtype,
                 shape=shape,
             )
-            found.append((place.view(shape), shared))
-        return found
+            places.append((place.view(shape), shared))
+        return places
 
     def _find_room(self, num_bytes: int) -> _Allocation:
         """Return an allocation with room; a new one at least doubles the memory."""
@@ -150,8 +151,8 @@ class OpenedMemory:
         size = torch.Size(shared.shape).numel() * shared.dtype.itemsize
         with torch.cuda.device(self._device):
             address = self._address_of(shared) + shared.offset
-            found = as_bytes(address, size, self._device)
-        return found.view(shared.dtype).view(shared.shape)
+            buffer = as_bytes(address, size, self._device)
+        return buffer.view(shared.dtype).view(shared.shape)
 
     def _address_of(self, shared: SharedTensor) -> int:
         if shared.process == _PROCESS:  # which cannot open its own memory

@@ -57,12 +57,12 @@ class GpuInputs(Inputs):
         missing = [tokens for tokens in ranges if (is_of_keys, tokens) not in self._loaded]
         # Adjacent ranges are copied at once if one tensor includes them.
         for tokens in join_ranges(missing) if len(sent) == 1 else missing:
-            found = find_rows(sent, tokens)
+            stored = find_rows(sent, tokens)
             if is_of_keys not in self._whole:
-                self._whole[is_of_keys] = [self._make_whole(each, seqlen) for _, each in found]
-            for (rows, each), whole in zip(found, self._whole[is_of_keys], strict=True):
-                if not self._is_here(each):
-                    self._fill(_rows(whole, tokens), self.tensor(each)[:, :, rows])
+                self._whole[is_of_keys] = [self._make_whole(item, seqlen) for _, item in stored]
+            for (rows, item), whole in zip(stored, self._whole[is_of_keys], strict=True):
+                if not self._is_here(item):
+                    self._fill(_rows(whole, tokens), self.tensor(item)[:, :, rows])
         self._loaded.update((is_of_keys, tokens) for tokens in missing)
 
     def hold(
@@ -83,7 +83,7 @@ class GpuInputs(Inputs):
         parts = [
             [_rows(whole, tokens) for whole in self._whole[is_of_keys]]
             if is_loaded
-            else [self.tensor(each)[:, :, rows] for rows, each in find_rows(sent, tokens)]
+            else [self.tensor(item)[:, :, rows] for rows, item in find_rows(sent, tokens)]
             for tokens in ranges
         ]
         if is_loaded and len(ranges) == 1:
@@ -103,11 +103,11 @@ class GpuInputs(Inputs):
         Raises:
             MemoryNotSharedError: The GPU memory of the other process cannot be accessed.
         """
-        found = self.tensor(sent)
-        if found.is_cuda:
-            return found
-        place = self._empty_like(found, found.shape[2])
-        self._fill(place, found)
+        tensor = self.tensor(sent)
+        if tensor.is_cuda:
+            return tensor
+        place = self._empty_like(tensor, tensor.shape[2])
+        self._fill(place, tensor)
         return place
 
     def clear(self) -> None:

@@ -56,12 +56,12 @@ class Inputs:
             The tokens in each tensor, and the bytes of those that this call has not copied.
         """
         parts = [
-            [self.tensor(each)[:, :, rows] for rows, each in find_rows(sent, tokens)]
+            [self.tensor(item)[:, :, rows] for rows, item in find_rows(sent, tokens)]
             for tokens in ranges
         ]
         if must_join and len(ranges) > 1:
-            return [_join(ranges, tensors) for tensors in zip(*parts, strict=True)], 0
-        held = [HeldTokens(zip(ranges, each, strict=True)) for each in zip(*parts, strict=True)]
+            return [_join_rows(ranges, tensors) for tensors in zip(*parts, strict=True)], 0
+        held = [HeldTokens(zip(ranges, rows, strict=True)) for rows in zip(*parts, strict=True)]
         return held, sum(tensor.nbytes for part in parts for tensor in part)
 
     def bring(self, sent: "Blob | SharedTensor") -> Tensor:
@@ -81,10 +81,10 @@ class Inputs:
 
 def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | SharedTensor]]":
     """Return the rows of some tokens, and the tensors that include them."""
-    all_tokens, tensors = next(each for each in sent if tokens.start in each[0])
+    all_tokens, tensors = next(entry for entry in sent if tokens.start in entry[0])
     rows = slice(tokens.start - all_tokens.start, tokens.stop - all_tokens.start)
     return [(rows, tensor) for tensor in tensors]
 
 
-def _join(ranges: Sequence[range], tensors: Sequence[Tensor]) -> HeldTokens:
+def _join_rows(ranges: Sequence[range], tensors: Sequence[Tensor]) -> HeldTokens:
     return HeldTokens.packed(torch.cat(list(tensors), dim=2), ranges)

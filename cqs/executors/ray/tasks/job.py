@@ -16,7 +16,7 @@ from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
 from cqs.problem.score_terms import ScoreTerms
 from cqs.ranges import overlap
 from cqs.scheduler import Plan, Task
-from cqs.tiler.group import Part, merge_group, sum_group
+from cqs.tiler.group import GroupPart, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ class Group(NamedTuple):
     """The tokens."""
 
 
-TaskResults = dict[Group, list[Part]]
+TaskResults = dict[Group, list[GroupPart]]
 """Results of a task: parts of the merged result of each group."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What actors compute in a forward or a backward pass."""
+class TaskPass:
+    """The computation of actors in a forward or a backward pass."""
 
     compute: Callable[..., TaskResults]
     """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
-    merge: Callable[[Sequence[Part], Sequence[Tensor]], None]
+    merge: Callable[[Sequence[GroupPart], Sequence[Tensor]], None]
     """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
 
 
@@ -62,11 +62,11 @@ class ResultTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What is the same for all calls of a run."""
+    """Settings that all calls of a run share."""
 
     number: int
     """Number of the run."""
-    of_pass: Pass
+    task_pass: TaskPass
     """Forward or backward pass."""
     worker: Worker
     """Backend and settings of the computation."""
@@ -123,15 +123,15 @@ class MergeCall(NamedTuple):
 
 
 class Job:
-    """A pass of a problem: what each task reads, and where the merged groups belong."""
+    """A pass of a problem: the tensors that tasks read, and the tensors of the result."""
 
     def __init__(
         self,
         problem: Problem,
         plan: Plan,
-        of_pass: Pass,
-        of_queries: tuple[Tensor, ...],
-        of_keys: tuple[Tensor, ...],
+        task_pass: TaskPass,
+        query_tensors: tuple[Tensor, ...],
+        key_tensors: tuple[Tensor, ...],
         results: dict[bool, tuple[Tensor, ...]],
     ):
         """Find the tasks of each group.
@@ -139,14 +139,14 @@ class Job:
         Args:
             problem: The checked problem.
             plan: A plan for the sequence lengths of the problem.
-            of_pass: What the actors compute.
-            of_queries: Tensors whose rows of the held queries a task reads.
-            of_keys: Tensors whose rows of the held keys a task reads.
+            task_pass: The computation of the actors.
+            query_tensors: Tensors whose rows of the held queries a task reads.
+            key_tensors: Tensors whose rows of the held keys a task reads.
             results: Tensors of the result: of queries, and in a backward pass of keys. Rows of
                 groups with a task are written to.
         """
-        self.problem, self.plan, self.of_pass = problem, plan, of_pass
-        self.inputs = of_queries, of_keys
+        self.problem, self.plan, self.task_pass = problem, plan, task_pass
+        self.inputs = query_tensors, key_tensors
         """Tensors that the tasks read: of queries, and of keys."""
         self.results = results
         has_result = problem.query.numel() and problem.value.numel()
@@ -163,8 +163,8 @@ class Job:
     @classmethod
     def forward(cls, problem: Problem, plan: Plan, answer: Partial) -> "Job":
         """Return the forward pass; the result is written to ``answer``."""
-        of_keys = problem.key, problem.value
-        job = cls(problem, plan, ATTEND, (problem.query,), of_keys, {False: tuple(answer)})
+        key_tensors = problem.key, problem.value
+        job = cls(problem, plan, ATTEND, (problem.query,), key_tensors, {False: tuple(answer)})
         if sum(len(group.tokens) for group in job.tasks_of) < problem.query.shape[2]:
             answer.output.zero_()
             answer.lse.fill_(-torch.inf)
@@ -188,10 +188,10 @@ class Job:
             grad_output: Gradient of the output, of the same shape.
             gradients: Zeros, to which the gradients are written.
         """
-        query, *of_keys = gradients
-        results = {False: (query,), True: tuple(of_keys)}
-        of_queries = problem.query, grad_output, *answer
-        return cls(problem, plan, DIFFERENTIATE, of_queries, (problem.key, problem.value), results)
+        query, *key_gradients = gradients
+        results = {False: (query,), True: tuple(key_gradients)}
+        query_rows = problem.query, grad_output, *answer
+        return cls(problem, plan, DIFFERENTIATE, query_rows, (problem.key, problem.value), results)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -208,7 +208,7 @@ class Job:
             Group(side, tokens)
             for side, tensors in self.results.items()
             for held in (task.held_keys if side else task.held_queries)
-            for tokens in _cut(held, sum(tensor[:, :, :1].nbytes for tensor in tensors))
+            for tokens in _divide_tokens(held, sum(tensor[:, :, :1].nbytes for tensor in tensors))
         ]
 
     def num_bytes(self, group: Group) -> int:
@@ -271,29 +271,29 @@ def terms_of_task(settings: RunSettings, call: TaskCall, device: torch.device) -
 
 
 def sums_of_task(terms: ScoreTerms | None, call: TaskCall) -> list[Tensor]:
-    """Return what a task has added to the sums of its score terms, packed."""
+    """Return the contributions of a task to the sums of its score terms, packed."""
     if terms is None or not terms.sums:
         return []
-    found = list(terms.sums)
+    sums = list(terms.sums)
     if call.bias is not None and terms.bias_requires_grad:
-        found[0] = pack(terms, found[0], call.bias.pieces)
-    return found
+        sums[0] = pack(terms, sums[0], call.bias.pieces)
+    return sums
 
 
 def attend_task(
     worker: Worker, task: Task, groups: Sequence[Group], *held: HeldTokens
 ) -> TaskResults:
     """Compute the output and LSE of a task by query group, from query, key and value."""
-    found: TaskResults = {group: [] for group in groups}
+    results: TaskResults = {group: [] for group in groups}
     for step, partial in zip(task.steps, worker.run_steps(task.steps, *held), strict=True):
-        for (_, tokens), parts in found.items():
+        for (_, tokens), parts in results.items():
             if common := overlap(tokens, step.queries):
                 own, rows = (
                     slice(common.start - first, common.stop - first)
                     for first in (step.queries.start, tokens.start)
                 )
                 parts.append((rows, tuple(tensor[:, :, own] for tensor in partial)))
-    return found
+    return results
 
 
 def differentiate_task(
@@ -302,17 +302,17 @@ def differentiate_task(
     """Compute the gradients of a task by group, from the tensors of ``Worker.run_backward``."""
     ranges = task.held_queries, task.held_keys, task.held_keys
     gradients = worker.run_backward(task.steps, *held)
-    of_query, *of_key = map(HeldTokens.packed, gradients, ranges)
+    query_gradient, *key_gradients = map(HeldTokens.packed, gradients, ranges)
     parts: TaskResults = {}
     for group in groups:
-        side = of_key if group.is_of_keys else [of_query]
+        side = key_gradients if group.is_of_keys else [query_gradient]
         parts[group] = [(slice(None), tuple(held.take([group.tokens]) for held in side))]
     return parts
 
 
-def count_bytes(found: TaskResults) -> int:
+def count_bytes(results: TaskResults) -> int:
     """Return the bytes of the results of a task."""
-    return sum(tensor.nbytes for parts in found.values() for _, part in parts for tensor in part)
+    return sum(tensor.nbytes for parts in results.values() for _, part in parts for tensor in part)
 
 
 def _pieces_of(task: Task, bias: Tensor) -> list[Piece]:
@@ -320,12 +320,12 @@ def _pieces_of(task: Task, bias: Tensor) -> list[Piece]:
     return pieces_of(task.steps, has_rows=rows != 1, has_columns=columns != 1)
 
 
-def _cut(tokens: range, row_bytes: int) -> list[range]:
+def _divide_tokens(tokens: range, row_bytes: int) -> list[range]:
     """Divide tokens into equal parts of at most ``GROUP_BYTES``, or one row each."""
     number = min(-(-len(tokens) * row_bytes // GROUP_BYTES), len(tokens))
     bounds = [tokens.start + len(tokens) * i // number for i in range(number + 1)]
-    return [range(*each) for each in pairwise(bounds)]
+    return [range(*ends) for ends in pairwise(bounds)]
 
 
-ATTEND = Pass(attend_task, merge_group)
-DIFFERENTIATE = Pass(differentiate_task, sum_group)
+ATTEND = TaskPass(attend_task, merge_group)
+DIFFERENTIATE = TaskPass(differentiate_task, sum_group)

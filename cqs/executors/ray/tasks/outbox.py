@@ -1,4 +1,4 @@
-"""What the driver sends to the actors of a run: settings, and the tokens that tasks hold."""
+"""Messages from the driver to the actors of a run: settings, and the tokens that tasks hold."""
 
 import logging
 import time
@@ -25,13 +25,13 @@ class Outbox:
     """Puts the tensors of a job into the object store when a task first needs them.
 
     If all actors are on one host, whole tensors are put: every actor reads its rows in the same
-    shared memory. Otherwise each token group is put for itself, so that a host fetches only what
-    its tasks hold. GPU tensors stay on their GPU if all actors are on GPUs of the driver's host:
-    actors read copies of them there, and write the results beside these.
+    shared memory. Otherwise each token group is put for itself, so that a host fetches only the
+    groups of its tasks. GPU tensors stay on their GPU if all actors are on GPUs of the driver's
+    host: actors read copies of them there, and write the results beside these.
     """
 
     def __init__(self, pool: ActorPool, job: Job, number: int):
-        """Put nothing yet.
+        """Store the arguments; put nothing into the object store yet.
 
         Args:
             pool: The actors.
@@ -42,7 +42,7 @@ class Outbox:
         self.put_seconds = 0.0
         """Time in which this process put objects into the store."""
         self._stored: dict[Any, Any] = {}
-        """What was sent, by side and tokens."""
+        """Tensors that were sent, by side and tokens."""
         self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
         """Tensors that actors access on the driver's GPU, by the id of those that they replace."""
         self.has_replaced = False
@@ -103,7 +103,7 @@ class Outbox:
         seqlens = self._job.problem.query.shape[2], self._job.problem.key.shape[2]
         keeps_inputs = self.is_shared or self._job.plan.num_tasks > len(self._pool.actors)
         settings = RunSettings(
-            self._number, self._job.of_pass, worker, results, seqlens, keeps_inputs
+            self._number, self._job.task_pass, worker, results, seqlens, keeps_inputs
         )
         is_small = worker.pattern is worker.terms is None
         return settings if is_small else self._put(settings)
@@ -114,7 +114,7 @@ class Outbox:
         Returns:
             The number of elements with tensors of queries, and these, then those of keys.
         """
-        found: tuple[list[Any], list[Any]] = ([], [])
+        elements: tuple[list[Any], list[Any]] = ([], [])
         for side, tensors in enumerate(self._job.inputs):
             if self._is_whole:
                 groups = [range(tensors[0].shape[2])]
@@ -129,8 +129,8 @@ class Outbox:
                     else:
                         sent = self._put((tokens, [Blob(tensor[:, :, rows]) for tensor in tensors]))
                     self._stored[side, tokens] = sent
-                found[side].append(self._stored[side, tokens])
-        return len(found[0]), [*found[0], *found[1]]
+                elements[side].append(self._stored[side, tokens])
+        return len(elements[0]), [*elements[0], *elements[1]]
 
     def _put(self, value: Any) -> Any:
         start = time.perf_counter()
@@ -139,8 +139,8 @@ class Outbox:
         return reference
 
     def _find_shared(self, tensor: Tensor) -> "SharedTensor | None":
-        found = self._shared.get(id(tensor))
-        return None if found is None else found[1]
+        shared = self._shared.get(id(tensor))
+        return None if shared is None else shared[1]
 
     def clear(self) -> None:
         """Release all objects in the store, and the tensors on the GPU."""

@@ -61,7 +61,7 @@ class WorkerFailure(NamedTuple):
     node: str | None
     """Id of the actor's Ray node; None if it had not started."""
     noticed: float
-    """When the driver noticed the failure, in seconds since the epoch by the clock of its host."""
+    """Time at which the driver noticed it, in seconds since the epoch by the clock of its host."""
     lost_tasks: tuple[int, ...]
     """Indices of the tasks that were assigned again: unfinished ones, and those whose partial
     outputs the actor still held."""
@@ -127,10 +127,10 @@ class RunReport:
     @property
     def by_process(self) -> dict[tuple[str, int], tuple[TaskReport, ...]]:
         """Tasks by node and pid of their process, in order of their start."""
-        found: dict[tuple[str, int], tuple[TaskReport, ...]] = defaultdict(tuple)
+        processes: dict[tuple[str, int], tuple[TaskReport, ...]] = defaultdict(tuple)
         for task in sorted(self.tasks, key=lambda task: task.started):
-            found[task.node, task.pid] += (task,)
-        return dict(found)
+            processes[task.node, task.pid] += (task,)
+        return dict(processes)
 
     @property
     def slowest(self) -> tuple[TaskReport, ...]:

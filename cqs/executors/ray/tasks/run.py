@@ -32,7 +32,7 @@ from cqs.worker import Worker
 _CALLS_IN_FLIGHT = 2
 """Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
 _CALL_SECONDS = 0.05
-"""Computation that a call with several tasks is to have, many times what a call costs."""
+"""Seconds of computation that fill a call with several tasks, many times a call's overhead."""
 _POLL_SECONDS = 0.1
 """Longest wait for calls of earlier runs before the run checks for cancellation."""
 _NUMBERS = itertools.count()
@@ -41,7 +41,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(eq=False)
 class _Merge:
-    """The merge of one group: who does it, and which parts exist."""
+    """The merge of one group: its owner, and the parts that exist."""
 
     group: Group
     """The group."""
@@ -56,7 +56,7 @@ class _Merge:
     lenders: dict[int, Actor] = field(default_factory=dict)
     """Actors on whose GPU such parts have stayed, by task."""
     num_losses: int = 0
-    """How often the owner could not read a part."""
+    """Number of times that the owner could not read a part."""
 
     @property
     def is_ready(self) -> bool:
@@ -64,18 +64,18 @@ class _Merge:
         return len(self.kept) + len(self.returned) == len(self.tasks)
 
     def has(self, index: int) -> bool:
-        """Whether the part of a task exists."""
+        """Return whether the part of a task exists."""
         return index in self.kept or index in self.returned
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Note that parts of other actors are lost."""
+        """Record that parts of other actors are lost."""
         for index in list(indices):
             del self.returned[index]
             self.lenders.pop(index, None)
 
 
 @dataclass(eq=False)
-class _Tasks:
+class _TaskBatch:
     """Tasks that one call of an actor computes."""
 
     calls: list[TaskCall]
@@ -89,7 +89,7 @@ class _Tasks:
 
 
 @dataclass(eq=False)
-class _Merges:
+class _MergeBatch:
     """Merges that one call of an actor computes."""
 
     merges: list[_Merge]
@@ -138,7 +138,7 @@ class Run:
         self.has_short_actor = False
         """Whether the GPU of an actor had too little memory."""
         self._calls = Calls(pool, cancelled)
-        """Calls with _Tasks or _Merges as key; calls of ``describe`` have None."""
+        """Calls with _TaskBatch or _MergeBatch as key; calls of ``describe`` have None."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
         order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
         self._todo = deque(order)
@@ -244,7 +244,7 @@ class Run:
         return terms is not None and bool(terms.sums) and len(self._sums) < len(self._tasks)
 
     def _end(self) -> None:
-        """Let GPUs free what they keep, and after a failure also the memory that they share.
+        """Let GPUs free inputs and parts, and after a failure also the memory that they share.
 
         Objects in the store are released, although an exception's traceback may refer to this run.
         """
@@ -267,7 +267,7 @@ class Run:
             message = f"all {len(self._pool.actors)} workers failed; tasks "
             message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
             for work, failures in self._attempts.most_common(1):
-                name = f"task {work}" if isinstance(work, int) else _Merges([work])
+                name = f"task {work}" if isinstance(work, int) else _MergeBatch([work])
                 message += f"; {name} was running on {failures} of them when they failed"
             raise WorkersFailedError(message)
         if not started:
@@ -283,7 +283,7 @@ class Run:
 
     def _count_tasks(self, actor: Actor) -> int:
         """Return the number of pending calls of an actor with tasks."""
-        return sum(isinstance(work, _Tasks) for work in self._calls.queues[actor].values())
+        return sum(isinstance(work, _TaskBatch) for work in self._calls.queues[actor].values())
 
     def _assign_tasks(self, actor: Actor, started: list[Actor]) -> None:
         """Let an actor compute the next tasks: several if one would take less time than a call.
@@ -292,10 +292,10 @@ class Run:
         """
         number = 1
         if self._reports:
-            average = sum(each.seconds for each in self._reports.values()) / len(self._reports)
+            average = sum(report.seconds for report in self._reports.values()) / len(self._reports)
             share = -(-len(self._todo) // len(self._pool.actors))
             number = max(1, min(share, int(_CALL_SECONDS / average)))
-        work = _Tasks([])
+        work = _TaskBatch([])
         while len(work.calls) < number and self._todo:
             index = self._choose_task(actor, started)
             if work.calls and self._attempts.keys() & {index, work.calls[0].task.index}:
@@ -321,7 +321,7 @@ class Run:
                 Returned(groups, stays_on_gpu=self._pool.share_host(actor, owner))
                 for owner, groups in returned.items()
             ]
-            self.has_shared |= any(each.stays_on_gpu for each in others)
+            self.has_shared |= any(receiver.stays_on_gpu for receiver in others)
             work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
@@ -341,7 +341,7 @@ class Run:
     def _can_read(self, actor: Actor, merge: _Merge) -> bool:
         """Return whether an actor can read the parts of a group that have stayed on GPUs."""
         lenders = merge.lenders.values()
-        return all(each is actor or self._pool.share_host(each, actor) for each in lenders)
+        return all(lender is actor or self._pool.share_host(lender, actor) for lender in lenders)
 
     def _note_if_ready(self, merge: _Merge) -> None:
         if merge.is_ready:
@@ -356,7 +356,7 @@ class Run:
         if self._todo and is_shared:
             return  # nobody reads a result before all are complete
         most_bytes = math.inf if is_shared else GROUP_BYTES  # of results that the driver reads
-        calls: dict[Actor, list[_Merges]] = {}
+        calls: dict[Actor, list[_MergeBatch]] = {}
         for merge in list(self._ready):
             queues = self._calls.queues
             if merge.owner is None:
@@ -365,14 +365,14 @@ class Run:
             if self._count_tasks(merge.owner) >= _CALLS_IN_FLIGHT:
                 continue
             del self._ready[merge]
-            of_owner = calls.setdefault(merge.owner, [])
+            batches = calls.setdefault(merge.owner, [])
             size = self._job.num_bytes(merge.group)
-            if not of_owner or of_owner[-1].num_bytes + size > most_bytes:
-                of_owner.append(_Merges([]))
-            of_owner[-1].merges.append(merge)
-            of_owner[-1].num_bytes += size
-        for owner, of_owner in calls.items():
-            for work in of_owner:
+            if not batches or batches[-1].num_bytes + size > most_bytes:
+                batches.append(_MergeBatch([]))
+            batches[-1].merges.append(merge)
+            batches[-1].num_bytes += size
+        for owner, batches in calls.items():
+            for work in batches:
                 sent = [MergeCall(m.group, m.tasks, list(m.returned)) for m in work.merges]
                 parts = [part for m in work.merges for part in m.returned.values()]
                 self._calls.add(owner, work, "merge", self._settings, sent, *parts)
@@ -383,7 +383,7 @@ class Run:
             self._replace(answer)
             return
         (work,) = answer.keys
-        if isinstance(work, _Merges):
+        if isinstance(work, _MergeBatch):
             self._finish_merges(work, answer)
             return
         if answer.error is not None:
@@ -397,8 +397,8 @@ class Run:
         for index in self._finish_tasks(work, answer) if work is not None else []:
             self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
 
-    def _finish_tasks(self, work: _Tasks, answer: Answer) -> list[int]:
-        """Note the parts of an answer; return the tasks that are computed for the first time."""
+    def _finish_tasks(self, work: _TaskBatch, answer: Answer) -> list[int]:
+        """Record the parts of an answer; return the tasks that are computed for the first time."""
         references, work.references = iter(work.references), []
         finished = []
         for call, (report, sums) in zip(work.calls, answer.value, strict=True):
@@ -409,24 +409,24 @@ class Run:
             self._reports[index] = report
             self._running.remove(index)
             returned = {
-                group: (each, reference)
-                for each, reference in zip(call.returned, references, strict=False)
-                for group in each.groups
+                group: (receiver, reference)
+                for receiver, reference in zip(call.returned, references, strict=False)
+                for group in receiver.groups
             }
             for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
                 if merge is None or merge.has(index):
                     continue
                 if group in returned:
-                    each, merge.returned[index] = returned[group]
-                    if each.stays_on_gpu:
+                    receiver, merge.returned[index] = returned[group]
+                    if receiver.stays_on_gpu:
                         merge.lenders[index] = answer.actor
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned
                     self._repeat([index])
         return finished
 
-    def _finish_merges(self, work: _Merges, answer: Answer) -> None:
+    def _finish_merges(self, work: _MergeBatch, answer: Answer) -> None:
         """Write the results of merges, or repeat tasks whose parts were lost with their node."""
         if isinstance(answer.error, self._pool.ray.exceptions.ObjectLostError):
             for merge in work.merges:
@@ -458,7 +458,7 @@ class Run:
         self._note_if_ready(merge)  # perhaps only others have lost parts
 
     def _replace(self, answer: Answer) -> None:
-        """Reassign what a failed actor had to do or had kept, and start a replacement.
+        """Reassign the calls and the kept parts of a failed actor, and start a replacement.
 
         If no other actor is left, the run waits for the replacement, unless it replaces an actor
         that did not start in time. It starts none after ``max_attempts * num_workers`` failures.
@@ -466,7 +466,7 @@ class Run:
         pending = [key for key in answer.keys if key is not None]
         lost: list[int] = []
         for work in pending:
-            if isinstance(work, _Tasks):
+            if isinstance(work, _TaskBatch):
                 lost += [call.task.index for call in work.calls]
                 self._pool.abandon(work.references)
         self._running.difference_update(lost)
@@ -489,7 +489,7 @@ class Run:
         for work in answer.keys[:1]:  # an actor computes in order, so only the first was running
             if work is None:
                 continue
-            is_merge = isinstance(work, _Merges)
+            is_merge = isinstance(work, _MergeBatch)
             keys = work.merges if is_merge else [call.task.index for call in work.calls]
             self._attempts.update(keys)
             if max(self._attempts[key] for key in keys) == most:
