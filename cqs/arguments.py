@@ -57,9 +57,7 @@ _ADVICE = {
     "joint_tensor_query joint_tensor_key joint_tensor_value joint_strategy": (
         "pass joint_query, joint_key, joint_value and joint_position to cqs.distributed.attention"
     ),
-    "memory_budget device out resume": (
-        "call cqs.streaming.attention, which computes within a memory budget"
-    ),
+    "memory_budget device out resume": "call cqs.streaming.attention(..., out=Resumable(...))",
 }
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,

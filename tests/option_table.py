@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -163,7 +163,6 @@ OWN = {
         "tokens of which every rank has a copy; elsewhere they are part of the sequence",
     ),
     "out": "a destination in memory or in a file; see [streaming](streaming.md)",
-    "resume": "a directory from which a call continues; see [streaming](streaming.md)",
 }
 """Arguments of a single function, which are no options of a computation."""
 
@@ -219,10 +218,13 @@ def least(attend: Callable[..., Any], name: str) -> int:
             return limit
 
 
-def parameters(executor: str) -> list[str]:
-    """List the options of an executor's function."""
-    found = inspect.signature(FUNCTIONS[executor]).parameters
-    return [name for name in found if name not in ("self", "query", "key", "value")]
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """List the parameters of a function, and those of an unpacked TypedDict by its fields."""
+    names: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        unpacked = get_args(parameter.annotation) if parameter.kind == 4 else ()
+        names += unpacked[0].__annotations__ if unpacked else [parameter.name]
+    return names
 
 
 def cells() -> list[tuple[str, str]]:

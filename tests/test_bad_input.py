@@ -1,13 +1,13 @@
 """Whatever is wrong with an argument, the error is of the right type and quotes the argument."""
 
 from fractions import Fraction
-from inspect import signature
 from itertools import count
 from operator import attrgetter
 
 import numpy as np
 import pytest
 import torch
+from option_table import parameters
 
 import cqs
 from cqs.arguments import ADVICE
@@ -213,7 +213,7 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
 def test_arguments_of_other_libraries_are_answered(name):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
     function = attrgetter(name)(cqs)
-    own = signature(function).parameters
+    own = parameters(function)
     assert {"query", "key", "value"} <= set(own) and "kwargs" not in own
     for name in set(ADVICE) - set(own):
         with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):

@@ -133,12 +133,12 @@ def _attend_within_budget(
             directory = stack.enter_context(WorkingDirectory(options.resume))
         path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
         try:
+            out: Any = replace(cqs.streaming.open_tensor(path, "output"), is_writable=True)
             cqs.streaming.attention(
                 *inputs,
                 memory_budget=options.budget,
                 device=options.device,
-                out=replace(cqs.streaming.open_tensor(path, "output"), is_writable=True),
-                resume=directory,
+                out=out if directory is None else cqs.streaming.Resumable(out, directory),
                 progress=True,
                 backend=options.backend,
                 verify=options.verify,

@@ -70,14 +70,14 @@ class WorkingDirectory:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
         except NotADirectoryError:
             raise ValueError(
-                "resume must be a new path, or an empty directory or that of an earlier run and of "
-                f"this user, got '{self.path}', which has other files or another owner"
+                "directory must be a new path, or an empty directory or that of an earlier run and "
+                f"of this user, got '{self.path}', which has other files or another owner"
             ) from None
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                "resume must be a directory that no other process uses: wait for that process, or "
-                "pass another directory",
+                "directory must be one that no other process uses: wait for that process, or pass "
+                "another",
                 str(self.path),
             ) from None
         return self
@@ -327,7 +327,7 @@ class Checkpoint:
             value = self._request.get(name)
             if first["request"].get(name) != value:
                 raise ValueError(
-                    f"resume must be the directory of this computation, got "
+                    f"directory must be the directory of this computation, got "
                     f"'{self._directory.path}', whose {name} is {first['request'].get(name)} "
                     f"instead of {value}: pass another directory"
                 )
