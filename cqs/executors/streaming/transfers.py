@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,15 +89,14 @@ class GpuCopies(DeviceCopies):
         self._uploads.stream.wait_event(after)
         # A copy engine reads pinned memory directly. Pageable memory would make the copy
         # synchronous, so that it is read into pinned buffers first.
-        pinned = source if isinstance(source, Tensor) and source.is_pinned() else None
-        for heads, rows, into in _cut(place, target, is_staged=pinned is None):
-            if pinned is not None:
-                self._uploads.copy(into, _slice(pinned, place.batch, heads, rows))
-                continue
-            buffer = self._uploads.acquire(into)
-            read_rows(source, place.batch, heads, rows, buffer)
-            self._uploads.copy(into, buffer)
-            self._uploads.release()
+        if isinstance(source, Tensor) and source.is_pinned():
+            self._uploads.copy(target, _slice(source, *place))
+        else:
+            for heads, rows, into in _cut(place, target):
+                buffer = self._uploads.acquire(into)
+                read_rows(source, place.batch, heads, rows, buffer)
+                self._uploads.copy(into, buffer)
+                self._uploads.release()
         copied = self._uploads.stream.record_event()
         torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -117,25 +117,15 @@ class GpuCopies(DeviceCopies):
     def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
         tensor, copies = sent.pop(), self._downloads
         copies.stream.wait_event(after)
-        pinned = target if isinstance(target, Tensor) and target.is_pinned() else None
-        waiting: list[tuple[range, range, Tensor, torch.cuda.Event]] = []
-
-        def write(heads: range, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
-            event.synchronize()
-            write_rows(target, place.batch, heads, rows, buffer)
-
-        for heads, rows, values in _cut(place, tensor, is_staged=pinned is None):
-            if pinned is not None:
-                copies.copy(_slice(pinned, place.batch, heads, rows), values)
-                continue
-            buffer = copies.acquire(values)
-            copies.copy(buffer, values)
-            waiting.append((heads, rows, buffer, copies.release()))
-            # acquire() reuses a buffer once its copy is done: write its rows before that.
-            if len(waiting) == _NUM_STAGING_BUFFERS - 1:
-                write(*waiting.pop(0))
-        for each in waiting:
-            write(*each)
+        if isinstance(target, Tensor) and target.is_pinned():
+            copies.copy(_slice(target, *place), tensor)
+        else:
+            for heads, rows, values in _cut(place, tensor):
+                buffer = copies.acquire(values)
+                copies.copy(buffer, values)
+                write = partial(write_rows, target, place.batch, heads, rows, buffer)
+                copies.release(write)
+            copies.finish()
         copies.stream.synchronize()  # the caller may read the target once this returns
 
 
@@ -148,8 +138,8 @@ class _CopyStream:
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             for _ in range(_NUM_STAGING_BUFFERS)
         ]
-        self._used: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
-        self._next = 0
+        self._copies: list[tuple[torch.cuda.Event, Callable[[], object]]] = []
+        """Copies of the latest buffers, oldest first: their events, and what follows them."""
 
     def copy(self, into: Tensor, values: Tensor) -> None:
         """Launch copies of ``[heads, rows, ...]`` on the stream, whose heads may lie apart."""
@@ -159,32 +149,32 @@ class _CopyStream:
 
     def acquire(self, like: Tensor) -> Tensor:
         """Wait for the next staging buffer of the ring, in the shape and dtype of ``like``."""
-        if (event := self._used[self._next]) is not None:
-            event.synchronize()
-        buffer = self._buffers[self._next][: like.numel() * like.element_size()]
+        self.finish(len(self._buffers) - 1)
+        buffer = self._buffers[0][: like.numel() * like.element_size()]
+        self._buffers.append(self._buffers.pop(0))
         return buffer.view(like.dtype).view(like.shape)
 
-    def release(self) -> torch.cuda.Event:
-        """Record an event after the copies of the buffer that was taken, and return it."""
-        event: torch.cuda.Event = self.stream.record_event()
-        self._used[self._next] = event
-        self._next = (self._next + 1) % _NUM_STAGING_BUFFERS
-        return event
+    def release(self, after: Callable[[], object] = lambda: None) -> None:
+        """Let the buffer that was taken be reused after its copies and then ``after``."""
+        self._copies.append((self.stream.record_event(), after))
+
+    def finish(self, num_left: int = 0) -> None:
+        """Wait for the oldest copies, and call what follows them, until so many are left."""
+        while len(self._copies) > num_left:
+            event, after = self._copies.pop(0)
+            event.synchronize()
+            after()
 
 
-def _cut(
-    place: RowsOfHeads, tensor: Tensor, *, is_staged: bool
-) -> Iterator[tuple[range, range, Tensor]]:
-    """Yield heads, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
+def _cut(place: RowsOfHeads, tensor: Tensor) -> Iterator[tuple[range, range, Tensor]]:
+    """Yield heads, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every staged copy.
 
-    Copies through a staging buffer fit it: several heads with all rows, or some rows of a head.
+    Copies fit a staging buffer: several heads with all rows, or some rows of a head.
     """
-    number, length = len(place.heads), len(place.rows)
-    if is_staged:
-        row_bytes = tensor.shape[2:].numel() * tensor.element_size()
-        length = min(max(_STAGING_BYTES // row_bytes, 1), length)
-        number = max(_STAGING_BYTES // (row_bytes * length), 1)
-    for head in range(0, len(place.heads), max(number, 1)):
+    row_bytes = tensor.shape[2:].numel() * tensor.element_size()
+    length = min(max(_STAGING_BYTES // row_bytes, 1), len(place.rows))
+    number = max(_STAGING_BYTES // (row_bytes * max(length, 1)), 1)
+    for head in range(0, len(place.heads), number):
         for first in range(0, len(place.rows), max(length, 1)):
             part = tensor[head : head + number, first : first + length]
             yield place.heads[head : head + number], place.rows[first : first + length], part
