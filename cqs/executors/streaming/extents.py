@@ -67,19 +67,6 @@ def extents_of_file(descriptor: int) -> list[Extent]:
     return [(name, 0, sys.maxsize) for name in names]
 
 
-def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
-    """Return whether an array is mapped from an open file, with its first byte at ``offset``.
-
-    False if the file was replaced after it had been mapped.
-    """
-    address = array.ctypes.data
-    names = {name for name, *_ in extents_of_file(descriptor)}
-    return all(
-        mapping.file in names and address + mapping.shift == offset
-        for mapping in mappings(address, address + 1)
-    )
-
-
 def repeats(tensor: Tensor) -> bool:
     """Return whether elements of a tensor may share memory.
 
