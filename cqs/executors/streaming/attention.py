@@ -194,14 +194,6 @@ def choose_device_and_backend(
         device: The device, or ``None``; see :func:`attention`.
         options: The options of :func:`cqs.worker.choose_backend`.
     """
-    where = _choose_device(device)
-    query, key, value = (
-        torch.empty((1, 1, 2, each.shape[3]), dtype=each.dtype, device=where) for each in tensors
-    )
-    return where, choose_backend(query, key, value, *options).name
-
-
-def _choose_device(device: "torch.device | str | None") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -210,9 +202,10 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
         raise ValueError(f"device must be the CPU or a GPU, got {device!r}: {error}") from None
     if chosen.type != "cpu" and (chosen.type != "cuda" or not torch.cuda.is_available()):
         raise NotImplementedError(f"device must be the CPU or a GPU in this machine, got {chosen}")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    query, key, value = (
+        torch.empty((1, 1, 2, each.shape[3]), dtype=each.dtype, device=chosen) for each in tensors
+    )
+    return query.device, choose_backend(query, key, value, *options).name
 
 
 def _in_strips(problem: Problem) -> Problem:

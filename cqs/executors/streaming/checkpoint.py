@@ -316,10 +316,12 @@ class Checkpoint:
         """The LSE, ``[batch, num_heads, seqlen_q]``, in a working file."""
         dtype = lse_dtype(self._output.dtype)
         shape = self._output.shape[:3]
-        opened = InFile(self._directory.path / _LSE, shape, dtype, 0, is_writable=True)
-        if opened.identity != self._directory.identify(_LSE):
-            raise self._directory.damaged(opened.path)
-        return opened
+        path = self._directory.path / _LSE
+        with suppress(OSError, ValueError):
+            opened = InFile(path, shape, dtype, 0, is_writable=True)
+            if opened.identity == self._directory.identify(_LSE):
+                return opened
+        raise self._directory.damaged(path)
 
     def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
         """Continue from the journal of an interrupted run; see the constructor for errors."""
@@ -346,10 +348,6 @@ class Checkpoint:
 
     def _check_results(self, blocks: Sequence[Sequence[Any]]) -> None:
         """Raise ValueError if a final result no longer matches its digest."""
-        try:
-            self.lse  # noqa: B018
-        except (OSError, ValueError):
-            raise self._directory.damaged(self._directory.path / _LSE) from None
         for batch, head, start, stop, *digests in blocks:
             for results, expected in zip((self._output, self.lse), digests, strict=True):
                 if _digest(results, batch, head, range(start, stop)) != expected:
