@@ -134,8 +134,8 @@ def attention(
     in_strips = _in_strips(problem) if name == "reference" else problem
     executor = StreamingExecutor(where, budget, name, sources)
     return_lse, verify = options.get("return_lse", False), options.get("verify", False)
-    hooks: dict[str, Any] = {"backend": name, "verify": verify, "progress": progress}
-    compute = partial(attend, executor, in_strips, executor.make_plan, **hooks)
+    call = executor, in_strips, executor.make_plan
+    compute = partial(attend, *call, verify=verify, progress=progress)
     if needs_grad:
         for _, part in in_strips.parts():
             executor.plan_gradients(executor.make_plan(part))  # before the forward pass

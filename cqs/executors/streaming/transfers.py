@@ -96,7 +96,7 @@ class GpuCopies(DeviceCopies):
                 buffer = self._uploads.acquire(into)
                 read_rows(source, place.batch, heads, rows, buffer)
                 self._uploads.copy(into, buffer)
-                self._uploads.release()
+                self._uploads.release(buffer)
         copied = self._uploads.stream.record_event()
         torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -123,23 +123,21 @@ class GpuCopies(DeviceCopies):
             for heads, rows, values in _cut(place, tensor):
                 buffer = copies.acquire(values)
                 copies.copy(buffer, values)
-                write = partial(write_rows, target, place.batch, heads, rows, buffer)
-                copies.release(write)
+                copies.release(buffer, partial(write_rows, target, place.batch, heads, rows))
             copies.finish()
         copies.stream.synchronize()  # the caller may read the target once this returns
 
 
 class _CopyStream:
-    """A CUDA stream for copies in one direction, with a ring of pinned staging buffers."""
+    """A CUDA stream for copies in one direction, with few pinned staging buffers at a time.
+
+    PyTorch's host allocator keeps the memory of staging buffers for the next ones.
+    """
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
-        self._buffers = [
-            torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            for _ in range(_NUM_STAGING_BUFFERS)
-        ]
-        self._copies: list[tuple[torch.cuda.Event, Callable[[], object]]] = []
-        """Copies of the latest buffers, oldest first: their events, and what follows them."""
+        self._copies: list[tuple[torch.cuda.Event, Tensor, Callable[[Tensor], object]]] = []
+        """Copies of staging buffers, oldest first: event, buffer, and what to do with it then."""
 
     def copy(self, into: Tensor, values: Tensor) -> None:
         """Launch copies of ``[heads, rows, ...]`` on the stream, whose heads may lie apart."""
@@ -148,22 +146,20 @@ class _CopyStream:
                 of_head.copy_(new, non_blocking=True)
 
     def acquire(self, like: Tensor) -> Tensor:
-        """Wait for the next staging buffer of the ring, in the shape and dtype of ``like``."""
-        self.finish(len(self._buffers) - 1)
-        buffer = self._buffers[0][: like.numel() * like.element_size()]
-        self._buffers.append(self._buffers.pop(0))
-        return buffer.view(like.dtype).view(like.shape)
+        """Return a staging buffer in the shape and dtype of ``like``; may wait for others."""
+        self.finish(_NUM_STAGING_BUFFERS - 1)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
-    def release(self, after: Callable[[], object] = lambda: None) -> None:
-        """Let the buffer that was taken be reused after its copies and then ``after``."""
-        self._copies.append((self.stream.record_event(), after))
+    def release(self, buffer: Tensor, use: Callable[[Tensor], object] = lambda _: None) -> None:
+        """Free a staging buffer after all copies launched so far and then ``use`` of it."""
+        self._copies.append((self.stream.record_event(), buffer, use))
 
     def finish(self, num_left: int = 0) -> None:
-        """Wait for the oldest copies, and call what follows them, until so many are left."""
+        """Wait for the oldest copies, and use their buffers, until so many are left."""
         while len(self._copies) > num_left:
-            event, after = self._copies.pop(0)
+            event, buffer, use = self._copies.pop(0)
             event.synchronize()
-            after()
+            use(buffer)
 
 
 def _cut(place: RowsOfHeads, tensor: Tensor) -> Iterator[tuple[range, range, Tensor]]:
