@@ -1402,8 +1402,8 @@ FAULTS = (
     Fault(
         "exact gradients of keys are those of the last query head",
         "report/exact.py",
-        "found.key[:, of_keys] += slopes.mT @ query",
-        "found.key[:, of_keys] = slopes.mT @ query",
+        "sums.key[:, kv_head] += slopes.mT @ query",
+        "sums.key[:, kv_head] = slopes.mT @ query",
         "report/test_measuring.py::test_wrong_gradients_are_found",
     ),
     Fault(
