@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -146,22 +145,17 @@ def attention(
     target: Any = as_target(out, shape, dtype, [*sources, *of_scores])
     if directory is not None and isinstance(target, Tensor):
         raise ValueError("out must be in a file to be resumed, got a tensor in memory")
-    lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
+    lse = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
+    into = Partial(target, lse)
     with ExitStack() as stack:
-        into = Partial(target, lse)
         if directory is not None:
             if not isinstance(directory, WorkingDirectory):  # else entered by the caller
                 directory = stack.enter_context(WorkingDirectory(directory))
             request = _identify(problem, executor, target)
             plans = [executor.make_plan(part) for _, part in in_strips.parts()]
-            checkpoint = stack.enter_context(Checkpoint(directory, request, target, plans))
-            executor.checkpoint = checkpoint
-            saved: Any = checkpoint.lse
-            into = Partial(target, saved)
+            checkpoint = Checkpoint(directory, request, target, lse, plans)
+            executor.checkpoint = stack.enter_context(checkpoint)
         compute(into=into)
-        if directory is not None and return_lse:
-            for place in product(*map(range, lse.shape[:2])):
-                lse[place] = saved[place]
     return Partial(out, lse).to_result(return_lse)
 
 

@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
-from cqs.executors.streaming.sources import InFile, Part, bytes_of
+from cqs.executors.streaming.sources import InFile, bytes_of
 from cqs.executors.verify import VerificationError
 from cqs.partial import lse_dtype
 
@@ -76,8 +78,7 @@ class WorkingDirectory:
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                "directory must be one that no other process uses: wait for that process, or pass "
-                "another",
+                "directory must be one that no other process uses: wait for it, or pass another",
                 str(self.path),
             ) from None
         return self
@@ -223,6 +224,7 @@ class Checkpoint:
         directory: WorkingDirectory,
         request: Mapping[str, Any],
         output: InFile,
+        lse: Tensor,
         plans: Sequence[StreamPlan],
     ):
         """Load the progress of an interrupted run, or create the files of a new one.
@@ -231,6 +233,7 @@ class Checkpoint:
             directory: The entered resume directory.
             request: Options and input files of the computation, of JSON types.
             output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
+            lse: Destination of the LSE; rows that are final already are written to it.
             plans: The plan of each part of the problem, for the current memory budget. Those of an
                 interrupted run replace them.
 
@@ -239,7 +242,7 @@ class Checkpoint:
                 inputs; final results have changed; or a plan exceeds the memory budget.
             OSError: A file cannot be read or written.
         """
-        self._directory, self._output, self._plans = directory, output, list(plans)
+        self._directory, self._plans, self._output = directory, list(plans), output
         self._request = {"format": _FORMAT, **request}
         self._part, self._reached = -1, (0, START)
         self._blocks: list[list[Any]] = []
@@ -248,12 +251,11 @@ class Checkpoint:
         self._entries: list[dict[str, Any]] = []
         """Entries to write before the next."""
         if found := directory.read():
-            self._load(*found)
+            self._load(lse, *found)
         else:
             first = {"request": self._request, "plans": list(map(_sizes, plans))}
             self._entries = [{**first, "file": output.identity}]
-            itemsize = lse_dtype(output.dtype).itemsize
-            directory.create(_LSE, math.prod(output.shape[:3]) * itemsize)
+            directory.create(_LSE, lse.nbytes)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -279,13 +281,15 @@ class Checkpoint:
         Args:
             plan: The current plan of the part that was begun last.
             block: The block, all of whose results are written.
-            results: Output and LSE of this part, each a :class:`Part` of the whole.
+            results: The output of this part, a :class:`Part` of the whole, and its LSE, a tensor.
         """
-        output, _ = results
+        output, lse = results
         batch, rows, self._plans[self._part] = block.batch, block.tokens, plan
         for head in block.heads:
-            place = output.batches[batch], output.heads[head], rows.start, rows.stop
-            self._blocks.append([*place, *(_digest(each, batch, head, rows) for each in results)])
+            place = output.batches[batch], output.heads[head], rows
+            self.lse.write(*place, lse[batch, head, rows.start : rows.stop])
+            digests = _digest(self._output, *place), _digest(self.lse, *place)
+            self._blocks.append([*place[:2], rows.start, rows.stop, *digests])
         self._reached = self._part, block.end
         if time.monotonic() >= self._next_save:
             self.save()
@@ -323,7 +327,7 @@ class Checkpoint:
                 return opened
         raise self._directory.damaged(path)
 
-    def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
+    def _load(self, lse: Tensor, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
         """Continue from the journal of an interrupted run; see the constructor for errors."""
         for name in {**self._request, **first["request"]}:  # options may be given in one alone
             value = self._request.get(name)
@@ -344,11 +348,7 @@ class Checkpoint:
                     f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
                     f"'{self._directory.path}', got {plan.budget}"
                 )
-        self._check_results([block for entry in entries for block in entry["blocks"]])
-
-    def _check_results(self, blocks: Sequence[Sequence[Any]]) -> None:
-        """Raise ValueError if a final result no longer matches its digest."""
-        for batch, head, start, stop, *digests in blocks:
+        for batch, head, start, stop, *digests in chain(*(entry["blocks"] for entry in entries)):
             for results, expected in zip((self._output, self.lse), digests, strict=True):
                 if _digest(results, batch, head, range(start, stop)) != expected:
                     raise ValueError(
@@ -356,6 +356,7 @@ class Checkpoint:
                         f"{stop - 1} of head {head} of batch element {batch} in '{results.path}'. "
                         f"Restore them, or remove '{self._directory.path}' to begin anew"
                     )
+            self.lse.read(batch, head, range(start, stop), lse[batch, head, start:stop])
 
 
 def _sizes(plan: StreamPlan) -> dict[str, int]:
@@ -363,7 +364,7 @@ def _sizes(plan: StreamPlan) -> dict[str, int]:
     return {"heads_at_once": plan.heads_at_once, "rows": plan.rows, "chunk": plan.chunk}
 
 
-def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> str:
+def _digest(results: InFile, batch: int, head: int, rows: range) -> str:
     """Return the SHA-256 digest of rows of one head in their file, read 1 MiB at a time."""
     row_bytes = math.prod(results.shape[3:]) * results.dtype.itemsize
     length, hasher = max(_READ_BYTES // row_bytes, 1), sha256()
