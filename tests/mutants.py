@@ -1080,8 +1080,8 @@ FAULTS = (
     Fault(
         "files of other users are trusted",
         "executors/streaming/checkpoint.py",
-        "found.st_uid == os.geteuid() and found.st_nlink == 1",
-        "found.st_nlink == 1",
+        "inode.st_uid == os.geteuid() and inode.st_nlink == 1",
+        "inode.st_nlink == 1",
         "streaming/test_checkpoints.py::test_files_of_another_user_are_refused",
     ),
     Fault(

@@ -125,10 +125,10 @@ def attention(
                 "scores.score_mod must be None with a Resumable, got a function: another process "
                 "cannot tell whether its function is the same"
             )
-    of_problem = problem.dropout, problem.pattern, problem.terms
-    where, name = choose_device_and_backend(checked, device, options.get("backend"), *of_problem)
+    features = problem.dropout, problem.pattern, problem.terms
+    where, name = choose_device_and_backend(checked, device, options.get("backend"), *features)
     budget = parse_budget(memory_budget, where)
-    sources = list(map(_of_shape, _NAMES, sources, checked))
+    sources = list(map(_shaped_source, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
     in_strips = _in_strips(problem) if name == "reference" else problem
     executor = StreamingExecutor(where, budget, name, sources)
@@ -141,8 +141,8 @@ def attention(
         return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-    of_scores = [each for each in take_apart(options.get("scores"))[0] if each is not None]
-    target: Any = as_target(out, shape, dtype, [*sources, *of_scores])
+    score_tensors = [term for term in take_apart(options.get("scores"))[0] if term is not None]
+    target: Any = as_target(out, shape, dtype, [*sources, *score_tensors])
     if directory is not None and isinstance(target, Tensor):
         raise ValueError("out must be in a file to be resumed, got a tensor in memory")
     lse = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
@@ -166,7 +166,7 @@ def _stand_in(source: Tensor | Source) -> Tensor:
     return torch.empty(1, dtype=source.dtype, device="cpu").expand(source.shape)
 
 
-def _of_shape(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | Source:
+def _shaped_source(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | Source:
     """Return the checked tensor, whose batch may have been expanded, or the source of its shape."""
     if isinstance(source, Tensor):
         return checked
@@ -197,7 +197,7 @@ def choose_device_and_backend(
     if chosen.type != "cpu" and (chosen.type != "cuda" or not torch.cuda.is_available()):
         raise NotImplementedError(f"device must be the CPU or a GPU in this machine, got {chosen}")
     query, key, value = (
-        torch.empty((1, 1, 2, each.shape[3]), dtype=each.dtype, device=chosen) for each in tensors
+        torch.empty((1, 1, 2, like.shape[3]), dtype=like.dtype, device=chosen) for like in tensors
     )
     return query.device, choose_backend(query, key, value, *options).name
 
@@ -216,7 +216,7 @@ def _in_strips(problem: Problem) -> Problem:
 def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> dict[str, Any]:
     """Return the identity of the computation for its checkpoint, in JSON types."""
     return {
-        "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
+        "shapes": [list(tensor.shape) for tensor in (problem.query, problem.key, problem.value)],
         "dtype": str(problem.query.dtype),
         "device": executor.device.type,
         "backend": executor.backend,

@@ -120,9 +120,9 @@ class WorkingDirectory:
         user who may write to the directory can place links to the files of this user.
         """
         with suppress(FileNotFoundError):
-            found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
-                return found.st_dev, found.st_ino
+            inode = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            if stat.S_ISREG(inode.st_mode) and inode.st_uid == os.geteuid() and inode.st_nlink == 1:
+                return inode.st_dev, inode.st_ino
         return None
 
     def create(self, name: str, size: int) -> None:
@@ -206,8 +206,8 @@ class WorkingDirectory:
         entries = self.read()
         if not entries or not path.is_file():
             return False
-        found = path.stat()
-        return bool(entries[0]["file"] == [found.st_dev, found.st_ino])
+        inode = path.stat()
+        return bool(entries[0]["file"] == [inode.st_dev, inode.st_ino])
 
     def damaged(self, path: Path) -> ValueError:
         """Return the error for a working file that is missing or damaged."""
@@ -250,8 +250,8 @@ class Checkpoint:
         self._next_save = -math.inf
         self._entries: list[dict[str, Any]] = []
         """Entries to write before the next."""
-        if found := directory.read():
-            self._load(lse, *found)
+        if entries := directory.read():
+            self._load(lse, *entries)
         else:
             first = {"request": self._request, "plans": list(map(_sizes, plans))}
             self._entries = [{**first, "file": output.identity}]
@@ -370,7 +370,7 @@ def _digest(results: InFile, batch: int, head: int, rows: range) -> str:
     length, hasher = max(_READ_BYTES // row_bytes, 1), sha256()
     for first in range(0, len(rows), length):
         part = rows[first : first + length]
-        found = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
-        results.read(batch, head, part, found)
-        hasher.update(bytes_of(found))
+        values = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
+        results.read(batch, head, part, values)
+        hasher.update(bytes_of(values))
     return hasher.hexdigest()

@@ -90,11 +90,11 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 def mappings(start: int, stop: int) -> list[Mapping]:
     """Return this process's memory mappings that meet a range of addresses."""
-    found = []
+    selected = []
     for line in _LINE.findall(_MAPS.read_bytes()) if start < stop else ():
         first, last, offset = (int(number, 16) for number in (*line[:2], line[4]))
         if first < stop and start < last:
             # A System V segment may have inode 0, so the device identifies anonymous memory.
             file = None if line[5] == b"00:00" else (line[5].decode(), int(line[6]))
-            found.append(Mapping(line[2] == b"w", line[3] == b"s", file, offset - first))
-    return found
+            selected.append(Mapping(line[2] == b"w", line[3] == b"s", file, offset - first))
+    return selected

@@ -61,9 +61,9 @@ class Source:
             batches, heads = range(self.shape[0])[place[0]], range(self.shape[1])[place[1]]
             shape = (len(batches), len(heads), *self.shape[2:])
             return Part(shape, self.dtype, self, batches, heads)
-        found = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
-        self.read(*place, range(self.shape[2]), found)
-        return found
+        rows = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
+        self.read(*place, range(self.shape[2]), rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class InFile(Source):
     @property
     def fingerprint(self) -> tuple[str, int, int, int]:
         """Path, offset, file size in bytes and modification time in nanoseconds."""
-        found = os.fstat(self._descriptor)
-        return str(self.path.resolve()), self.offset, found.st_size, found.st_mtime_ns
+        inode = os.fstat(self._descriptor)
+        return str(self.path.resolve()), self.offset, inode.st_size, inode.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode of the file, which do not change when it is renamed."""
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        inode = os.fstat(self._descriptor)
+        return inode.st_dev, inode.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, ...]``.
@@ -188,15 +188,15 @@ class OnDemand(Source):
             TypeError: The function did not return a tensor.
             ValueError: The function returned another shape or dtype.
         """
-        found = self.function(batch, head, rows)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
-        if found.shape != into.shape or found.dtype != into.dtype:
+        values = self.function(batch, head, rows)
+        if not isinstance(values, Tensor):
+            raise TypeError(f"the function must return a tensor, got {type(values).__name__}")
+        if values.shape != into.shape or values.dtype != into.dtype:
             raise ValueError(
                 f"the function must return {tuple(into.shape)} {into.dtype} for {len(rows)} rows, "
-                f"got {tuple(found.shape)} {found.dtype}"
+                f"got {tuple(values.shape)} {values.dtype}"
             )
-        into.copy_(found.detach())
+        into.copy_(values.detach())
 
 
 Target = Tensor | InFile | Part
@@ -208,8 +208,8 @@ def read_rows(source: Tensor | Source, batch: int, heads: range, rows: range, in
     if isinstance(source, Tensor):
         into.copy_(source[batch, heads.start : heads.stop, rows.start : rows.stop])
     else:
-        for head, of_head in zip(heads, into, strict=True):
-            source.read(batch, head, rows, of_head)
+        for head, head_rows in zip(heads, into, strict=True):
+            source.read(batch, head, rows, head_rows)
 
 
 def write_rows(target: Target, batch: int, heads: range, rows: range, values: Tensor) -> None:
@@ -217,8 +217,8 @@ def write_rows(target: Target, batch: int, heads: range, rows: range, values: Te
     if isinstance(target, Tensor):
         target[batch, heads.start : heads.stop, rows.start : rows.stop] = values
     else:
-        for head, of_head in zip(heads, values, strict=True):
-            target.write(batch, head, rows, of_head.contiguous())
+        for head, head_rows in zip(heads, values, strict=True):
+            target.write(batch, head, rows, head_rows.contiguous())
 
 
 def as_source(name: str, tensor: Any) -> Tensor | Source:

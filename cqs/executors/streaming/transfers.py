@@ -142,8 +142,8 @@ class _CopyStream:
     def copy(self, into: Tensor, values: Tensor) -> None:
         """Launch copies of ``[heads, rows, ...]`` on the stream, whose heads may lie apart."""
         with torch.cuda.stream(self.stream):
-            for of_head, new in zip(into, values, strict=True):
-                of_head.copy_(new, non_blocking=True)
+            for head_rows, new in zip(into, values, strict=True):
+                head_rows.copy_(new, non_blocking=True)
 
     def acquire(self, like: Tensor) -> Tensor:
         """Return a staging buffer in the shape and dtype of ``like``; may wait for others."""
