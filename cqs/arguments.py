@@ -60,9 +60,7 @@ _ADVICE = {
         "pass joint=cqs.distributed.JointTokens(...) to cqs.distributed.attention, or concatenate "
         "the joint tokens with the others"
     ),
-    "memory_budget device out resume": (
-        "call cqs.streaming.attention, which computes within a memory budget"
-    ),
+    "memory_budget device out resume": "call cqs.streaming.attention(..., out=Resumable(...))",
 }
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,

@@ -5,7 +5,7 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"cqs.streaming requires Linux, got {sys.platform}")
 
-from cqs.executors.streaming.attention import attention
+from cqs.executors.streaming.attention import Resumable, attention
 from cqs.executors.streaming.plan import Pass, StreamPlan, make_stream_plan
 from cqs.executors.streaming.sources import InFile, OnDemand, open_tensor
 
@@ -13,6 +13,7 @@ __all__ = [
     "InFile",
     "OnDemand",
     "Pass",
+    "Resumable",
     "StreamPlan",
     "attention",
     "make_stream_plan",

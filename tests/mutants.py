@@ -1066,8 +1066,8 @@ FAULTS = (
     Fault(
         "digests of parts are noted for the first heads",
         "executors/streaming/checkpoint.py",
-        "place = output.batches[batch], output.heads[head], rows.start, rows.stop",
-        "place = output.batches[batch], head, rows.start, rows.stop",
+        "place = output.batches[batch], output.heads[head], rows",
+        "place = output.batches[batch], head, rows",
         "streaming/test_stream_heads.py::test_unequal_heads_in_files_go_on_bitwise_identically[30]",
     ),
     Fault(
@@ -1080,8 +1080,8 @@ FAULTS = (
     Fault(
         "files of other users are trusted",
         "executors/streaming/checkpoint.py",
-        "found.st_uid == os.geteuid() and found.st_nlink == 1",
-        "found.st_nlink == 1",
+        "inode.st_uid == os.geteuid() and inode.st_nlink == 1",
+        "inode.st_nlink == 1",
         "streaming/test_checkpoints.py::test_files_of_another_user_are_refused",
     ),
     Fault(
@@ -1402,8 +1402,8 @@ FAULTS = (
     Fault(
         "exact gradients of keys are those of the last query head",
         "report/exact.py",
-        "found.key[:, of_keys] += slopes.mT @ query",
-        "found.key[:, of_keys] = slopes.mT @ query",
+        "sums.key[:, kv_head] += slopes.mT @ query",
+        "sums.key[:, kv_head] = slopes.mT @ query",
         "report/test_measuring.py::test_wrong_gradients_are_found",
     ),
     Fault(

@@ -60,7 +60,6 @@ BIASES = {
     "per query": lambda q, k, batch, heads: (heads, q, 1),
 }
 """Name -> shape of a bias for given lengths, batch size and number of heads."""
-TENSORS = "self", "query", "key", "value"
 TERMS = "sinks", "softcap", "alibi_slopes", "bias", "score_mod"
 PROBLEM: dict[str, list[Any]] = {
     "heads": [(4, 4), (4, 2), (4, 1)],
@@ -158,7 +157,6 @@ OWN = {
     "group": "the process group of the ranks",
     "joint": "tokens of which every rank has a copy; elsewhere they are part of the sequence",
     "out": "a destination in memory or in a file; see [streaming](streaming.md)",
-    "resume": "a directory from which a call continues; see [streaming](streaming.md)",
 }
 """Arguments of a single function, which are no options of a computation."""
 
@@ -214,13 +212,8 @@ def least(attend: Callable[..., Any], name: str) -> int:
             return limit
 
 
-def parameters(executor: str) -> list[str]:
-    """List the options of an executor's function."""
-    return [name for name in arguments(FUNCTIONS[executor]) if name not in TENSORS]
-
-
-def arguments(function: Callable[..., Any]) -> list[str]:
-    """List the arguments of a function, with the fields of unpacked options and of a strategy."""
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """List the parameters of a function, with the fields of unpacked options and of a strategy."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind == inspect.Parameter.VAR_KEYWORD:

@@ -5,9 +5,9 @@ from itertools import count
 from operator import attrgetter
 
 import numpy as np
-import option_table
 import pytest
 import torch
+from option_table import parameters
 
 import cqs
 from cqs.arguments import ADVICE
@@ -211,7 +211,7 @@ def test_bad_input_is_refused_with_the_value(call, error, message):
 def test_arguments_of_other_libraries_are_answered(name):
     """Whatever else is missing: q, k and v are keywords elsewhere."""
     function = attrgetter(name)(cqs)
-    own = option_table.arguments(function)
+    own = parameters(function)
     assert {"query", "key", "value"} <= set(own)
     for name in set(ADVICE) - set(own):
         with pytest.raises(TypeError, match=rf"{function.__name__}.* {name}: \w+"):

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Attend from files to files; an output appears only if all went well."""
     inputs = [cqs.streaming.open_tensor(getattr(options, name), name) for name in _NAMES]
-    paths = [str(each.path) for each in inputs]
+    paths = [str(source.path) for source in inputs]
     check_written("OUTPUT", options.output, [*paths, options.resume])
     if options.lse is not None:
         check_written("--lse", options.lse, [*paths, options.output])
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     how = attend_to(options, inputs, shape, dtype)
     seconds = time.perf_counter() - start
-    for name, each in zip(_NAMES, inputs, strict=True):
-        print(_describe(name, each.shape, dtype))
+    for name, source in zip(_NAMES, inputs, strict=True):
+        print(_describe(name, source.shape, dtype))
     verified = ", sampled rows verified in float64" if options.verify else ""
     print(f"{how}, {digits(seconds)} s from files to file{verified}")
     print(_describe(f"{options.output}:", shape, dtype))
@@ -93,7 +93,7 @@ def _attend_mapped(
     """Attend from files to files that are mapped into memory; say with which tasks and backend."""
     if options.device is not None or options.resume is not None:
         raise ValueError("--device and --resume go with --budget")
-    mapped = (map_tensor(each, "c") for each in inputs)
+    mapped = (map_tensor(source, "c") for source in inputs)
     problem = check_problem(*mapped, **_problem_options(options))
     with ExitStack() as files:
         output = files.enter_context(create_tensor(options.output, "output", shape, dtype))
@@ -118,7 +118,7 @@ def _attend_mapped(
         plans = (
             Planned(part, part.make_plan(number), options.backend) for _, part in problem.parts()
         )
-        backends = dict.fromkeys(opened.name_backend(each) for each in plans)
+        backends = dict.fromkeys(opened.name_backend(planned) for planned in plans)
         return f"tasks: {number}, backend: {', '.join(backends)}"
 
 
@@ -134,12 +134,12 @@ def _attend_within_budget(
             directory = stack.enter_context(WorkingDirectory(options.resume))
         path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
         try:
+            out: Any = replace(cqs.streaming.open_tensor(path, "output"), is_writable=True)
             cqs.streaming.attention(
                 *inputs,
                 memory_budget=options.budget,
                 device=options.device,
-                out=replace(cqs.streaming.open_tensor(path, "output"), is_writable=True),
-                resume=directory,
+                out=out if directory is None else cqs.streaming.Resumable(out, directory),
                 progress=True,
                 backend=options.backend,
                 verify=options.verify,

@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a verdict, the next step and the findings, and with ``--all`` two tables."""
-    found = installed_versions()
+    versions = installed_versions()
     print("\n".join(_judge()))
-    print(f"\ncqs {cqs.__version__}, Python {found['python']}, {platform.platform()}")
-    print(", ".join(f"{name} {found.get(name, 'not installed')}" for name in PACKAGES))
+    print(f"\ncqs {cqs.__version__}, Python {versions['python']}, {platform.platform()}")
+    print(", ".join(f"{name} {versions.get(name, 'not installed')}" for name in PACKAGES))
     print(f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} PyTorch threads")
     gpus = Counter(map(_describe_gpu, range(torch.cuda.device_count())))
     for gpu, number in gpus.items():
@@ -97,7 +97,7 @@ def _support(device: str) -> Iterator[tuple[str, str, str, str]]:
             else:
                 answer = "yes, the default" if _default(dtype, device) == name else "yes"
             dtypes.setdefault(answer, []).append(str(dtype).removeprefix("torch."))
-        yield from ((device, name, ", ".join(each), answer) for answer, each in dtypes.items())
+        yield from ((device, name, ", ".join(names), answer) for answer, names in dtypes.items())
 
 
 def _default(dtype: torch.dtype, device: str) -> str:

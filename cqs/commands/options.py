@@ -20,11 +20,11 @@ def parse_integer(text: str) -> int:
     number = text[:-1] if unit > 1 else text
     for kind in (int, float):
         try:
-            found = kind(number) * unit
+            value = kind(number) * unit
         except ValueError:
             continue
-        if found % 1 == 0:
-            return int(found)
+        if value % 1 == 0:
+            return int(value)
     raise argparse.ArgumentTypeError(f"must be integers such as 8, 64K, 1M, got {text!r}")
 
 

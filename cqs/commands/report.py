@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     on_gpus, on_cpus = (2**16, 16, 128, "bfloat16"), (2**13, 8, 64, "float32")
     tokens, num_heads, head_dim, dtype = on_gpus if on_gpu else on_cpus
-    of_tokens, of_heads, of_head_dim, of_dtype = (
+    token_help, heads_help, head_dim_help, dtype_help = (
         f"default: {on_cpu}, on GPUs {on_gpu}"
         for on_cpu, on_gpu in zip(on_cpus, on_gpus, strict=True)
     )
@@ -50,19 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default: {','.join(map(str, _NUM_TASKS))}",
     )  # fmt: skip
     add("--executor", choices=("local", "ray"), default="local")
-    add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=of_tokens)
+    add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=token_help)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add_causal(parser, default=False)
     add(
         "--heads", "--num-heads", dest="num_heads", type=int, default=num_heads, metavar="H",
-        help=of_heads,
+        help=heads_help,
     )  # fmt: skip
     add(
         "--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=int, metavar="H",
         help="default: as many as heads",
     )  # fmt: skip
-    add("--head-dim", type=int, default=head_dim, metavar="D", help=of_head_dim)
-    add("--dtype", choices=_DTYPES, default=dtype, help=of_dtype)
+    add("--head-dim", type=int, default=head_dim, metavar="D", help=head_dim_help)
+    add("--dtype", choices=_DTYPES, default=dtype, help=dtype_help)
     add(
         "--backend", choices=BACKENDS,
         help="kernels; 'reference' keeps all scores of a step in memory; default: as cqs.attention",

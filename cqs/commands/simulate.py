@@ -94,11 +94,11 @@ def show_predictions(
     """Print problem and predictions; return these by number of devices, then by method."""
     case, passes = read_case(options), options.passes
     note_idle(max(options.devices), case.tokens, "devices")
-    found = {
+    predictions = {
         num_devices: {
-            method: each
+            method: cost
             for method in _METHODS
-            if (each := _predict(method, case, num_devices, machine, passes, options.slack / 100))
+            if (cost := _predict(method, case, num_devices, machine, passes, options.slack / 100))
         }
         for num_devices in options.devices
     }
@@ -107,21 +107,21 @@ def show_predictions(
         [
             num_devices if method == next(iter(methods)) else "",
             method,
-            f"{each.head_parallel} x {num_devices // each.head_parallel}",
-            _duration(each.seconds),
-            percent(one_device_seconds / num_devices / each.seconds),
-            digits(each.bytes_received / 2**30),
-            digits(each.peak_bytes / 2**30),
+            f"{cost.head_parallel} x {num_devices // cost.head_parallel}",
+            _duration(cost.seconds),
+            percent(one_device_seconds / num_devices / cost.seconds),
+            digits(cost.bytes_received / 2**30),
+            digits(cost.peak_bytes / 2**30),
             "<" if method == fastest_of(methods) else "",
         ]
-        for num_devices, methods in found.items()
-        for method, each in methods.items()
+        for num_devices, methods in predictions.items()
+        for method, cost in methods.items()
     ]
     print(describe_problem(case, machine, passes))
     header = ["devices", "method", "split", "time", "efficiency", "GiB received", "peak GiB", ""]
     show(Table(header, rows))
-    print(f"Least time, within 1 %: {describe_fastest(found)} devices.")
-    return found
+    print(f"Least time, within 1 %: {describe_fastest(predictions)} devices.")
+    return predictions
 
 
 def _predict(method: str, case: Workload, num_devices: int, *options: Any) -> Prediction | None:
@@ -164,7 +164,7 @@ def fastest_of(methods: dict[str, Prediction]) -> str:
     return min(methods, key=lambda method: methods[method].seconds)
 
 
-def describe_fastest(found: dict[int, dict[str, Prediction]]) -> str:
+def describe_fastest(predictions: dict[int, dict[str, Prediction]]) -> str:
     """Describe which methods are fastest on which numbers of devices.
 
     Methods within 1 % of the least time count as equal, because the cost model is not more
@@ -172,13 +172,13 @@ def describe_fastest(found: dict[int, dict[str, Prediction]]) -> str:
     """
 
     def fastest(num_devices: int) -> str:
-        methods = found[num_devices]
+        methods = predictions[num_devices]
         least = methods[fastest_of(methods)].seconds
-        names = [name for name, each in methods.items() if each.seconds <= 1.01 * least]
+        names = [name for name, cost in methods.items() if cost.seconds <= 1.01 * least]
         return "any method" if len(names) == len(methods) else " or ".join(names)
 
     parts = []
-    for names, group in groupby(sorted(found), key=fastest):
+    for names, group in groupby(sorted(predictions), key=fastest):
         numbers = list(group)
         parts.append(f"{names} on {numbers[0]}" + f" to {numbers[-1]}" * (len(numbers) > 1))
     return "; ".join(parts)

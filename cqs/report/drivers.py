@@ -55,16 +55,16 @@ class LocalDriver:
         }
         if num_tasks > 1 and name not in self._ones:
             computations["one"] = lambda: self._time_one(work)
-        found = list(run_in_turn(computations, self.settings.repeats, tick))
+        repeats = list(run_in_turn(computations, self.settings.repeats, tick))
         if num_tasks == 1:
-            seconds = [turn["all"].get("whole", turn["all"]["tasks"][0]) for turn in found]
+            seconds = [turn["all"].get("whole", turn["all"]["tasks"][0]) for turn in repeats]
             self._ones[name] = held[0].peak, seconds
         elif name not in self._ones:
-            self._ones[name] = self._weigh_one(work), [turn["one"] for turn in found]
+            self._ones[name] = self._weigh_one(work), [turn["one"] for turn in repeats]
         one_bytes, ones = self._ones[name]
         turns = [
             RepeatTimes(**turn["all"], one=one, dense=turn["dense"])
-            for turn, one in zip(found, ones, strict=True)
+            for turn, one in zip(repeats, ones, strict=True)
         ]
         num_devices = min(self.max_devices, num_tasks)
         return make_row(

@@ -51,10 +51,10 @@ def verify_gradients(
     """
     sample = torch.tensor(sample_rows(problem.query.shape[2]), device=problem.query.device)
     exact = _exact_gradients(problem, answer, grad_output, sample)
-    size = max(float(each.norm()) for each in exact)
+    size = max(float(tensor.norm()) for tensor in exact)
     tolerance = TOLERANCES[problem.query.dtype]
-    for side, found, right in zip(Gradients._fields, gradients, exact, strict=True):
-        error = float((found[:, :, sample].double() - right).norm()) / size
+    for side, gradient, right in zip(Gradients._fields, gradients, exact, strict=True):
+        error = float((gradient[:, :, sample].double() - right).norm()) / size
         check_error(f"{name} gradient of the {side}".lstrip(), error, tolerance)
 
 
@@ -67,29 +67,29 @@ def _exact_gradients(
     """
     tensors = problem.query, problem.key, problem.value
     group_size = problem.query.shape[1] // problem.key.shape[1]
-    found = Gradients(*(torch.zeros_like(tensor[:, :, sample]).double() for tensor in tensors))
+    sums = Gradients(*(torch.zeros_like(tensor[:, :, sample]).double() for tensor in tensors))
     every = torch.arange(problem.query.shape[2], device=sample.device)
     parts = (
         (sample, every, visible_rows(problem, sample)),
         (every, sample, _visible_columns(problem, sample)),
     )
     for head, (rows, columns, visible) in product(range(problem.query.shape[1]), parts):
-        of_keys = head // group_size
+        kv_head = head // group_size
         query, output, grad, lse = (
             tensor[:, head, rows].double()
             for tensor in (problem.query, answer.output, grad_output, answer.lse)
         )
-        key, value = (tensor[:, of_keys, columns].double() for tensor in tensors[1:])
+        key, value = (tensor[:, kv_head, columns].double() for tensor in tensors[1:])
         scores = problem.scale * query @ key.mT - lse[..., None]
         weights = scores.masked_fill(~visible, -torch.inf).exp()
         row_sums = (grad * output).sum(dim=-1, keepdim=True)
         slopes = problem.scale * weights * (grad @ value.mT - row_sums)
         if rows is sample:
-            found.query[:, head] = slopes @ key
+            sums.query[:, head] = slopes @ key
         else:
-            found.key[:, of_keys] += slopes.mT @ query
-            found.value[:, of_keys] += weights.mT @ grad
-    return found
+            sums.key[:, kv_head] += slopes.mT @ query
+            sums.value[:, kv_head] += weights.mT @ grad
+    return sums
 
 
 def _visible_columns(problem: Problem, keys: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def find(rows: Sequence[ScalingRow]) -> list[str]:
     row = main_row(rows)
     tasks = "1 task" if row.num_tasks == 1 else f"{row.num_tasks} tasks"
     devices = "1 device" if row.num_devices == 1 else f"{row.num_devices} devices"
-    warning = max(rows, key=lambda each: each.load_average or 0).warning
+    warning = max(rows, key=lambda row: row.load_average or 0).warning
     take = "would take" if row.executor == "local" else "take"  # each task was timed alone
     return [
         f"Memory: with {tasks}, a task holds at most {QUANTITIES['measured MiB'](row)} MiB, "

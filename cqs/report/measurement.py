@@ -130,13 +130,13 @@ def read_rows(path: str | Path, parse: Callable[[Any], Iterable[Item]]) -> list[
     Raises:
         ValueError: The file is not a regular file of at most 64 MiB, or a line is not such a row.
     """
-    found: list[Item] = []
+    items: list[Item] = []
     for number, line in enumerate(read_lines(path), 1):
         try:
-            found += parse(_rename(json.loads(line)))
+            items += parse(_rename(json.loads(line)))
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"'{path}', line {number}: {error!r}") from error
-    return found
+    return items
 
 
 def _rename(row: Any) -> Any:
@@ -147,11 +147,11 @@ def _rename(row: Any) -> Any:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of those of :data:`PACKAGES` that are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def describe_device() -> str:
@@ -169,9 +169,9 @@ def describe_device() -> str:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        found = subprocess.check_output(
+        output = subprocess.check_output(
             command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
         )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return found.strip()
+    return output.strip()

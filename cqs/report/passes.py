@@ -95,12 +95,12 @@ class MeasuredPass:
             merged.lse.fill_(-torch.inf)
             targets = merged, ()
         parts: dict[Group, list[GroupPart]] = defaultdict(list)
-        for group, found in chain.from_iterable(each.items() for each in results):
-            parts[group] += found
-        for group, of_group in parts.items():
+        for group, partials in chain.from_iterable(result.items() for result in results):
+            parts[group] += partials
+        for group, group_parts in parts.items():
             rows = slice(group.tokens.start, group.tokens.stop)
             own = [target[:, :, rows] for target in targets[group.is_of_keys]]
-            self._pass.merge(of_group, own)
+            self._pass.merge(group_parts, own)
         return merged
 
     def verify(self, result: Any) -> None:

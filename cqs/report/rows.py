@@ -146,7 +146,7 @@ def make_row(
         one_bytes: Peak memory of the whole problem as one task.
         num_devices: Number of devices that computed at the same time.
     """
-    predicted = [(each.predicted, each.peak) for each in held if each.predicted]
+    predicted = [(usage.predicted, usage.peak) for usage in held if usage.predicted]
     ratios = [peak / expected for expected, peak in predicted]
     busiest = max(task.live_pairs for task in plan.tasks)
     tasks = np.median([turn.tasks for turn in turns], axis=0)
@@ -157,8 +157,8 @@ def make_row(
     ]
 
     def milliseconds(name: str) -> Any:
-        found = [getattr(turn, name) for turn in turns]
-        return None if None in found else 1e3 * float(np.median(found))
+        times = [getattr(turn, name) for turn in turns]
+        return None if None in times else 1e3 * float(np.median(times))
 
     return ScalingRow(
         benchmark=f"{_BENCHMARK} {passes}",
@@ -169,11 +169,11 @@ def make_row(
         responsibility_ratio=plan.responsibility_ratio,
         balance=busiest * plan.num_tasks / plan.live_pairs,
         predicted_bytes=max((expected for expected, _ in predicted), default=None),
-        peak_bytes=max(each.peak for each in held),
+        peak_bytes=max(usage.peak for usage in held),
         one_bytes=one_bytes,
         peak_ratio=max(ratios, key=lambda ratio: abs(ratio - 1), default=None),
-        bytes_in=max(each.received for each in held),
-        bytes_out=max(each.returned for each in held),
+        bytes_in=max(usage.received for usage in held),
+        bytes_out=max(usage.returned for usage in held),
         slowest_ms=1e3 * float(tasks[slowest]),
         mean_ms=1e3 * float(tasks.mean()),
         speedup=float(np.median([turn.one for turn in turns]) / np.median(wholes)),

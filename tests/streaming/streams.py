@@ -44,7 +44,8 @@ def go_on_after(number, tensors, sources, out, budgets, **options):
     """
     attend = partial(cqs.streaming.attention, device="cpu", return_lse=True, **options)
     whole, whole_lse = attend(*tensors, memory_budget=budgets[0])
-    run, seen = partial(attend, *sources, out=out, resume=Path(out.filename).with_name("run")), []
+    target = cqs.streaming.Resumable(out, Path(out.filename).with_name("run"))
+    run, seen = partial(attend, *sources, out=target), []
     with pytest.raises(Stop):
         run(memory_budget=budgets[0], progress=stop_after(number))
     _, lse = run(memory_budget=budgets[1], progress=lambda *done: seen.append(done))

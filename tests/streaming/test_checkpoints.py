@@ -20,13 +20,12 @@ import cqs
 from cqs.executors.streaming import checkpoint as checkpoints
 from cqs.executors.streaming.checkpoint import WorkingDirectory
 from cqs.executors.verify import VerificationError
-from cqs.streaming import open_tensor
+from cqs.streaming import Resumable, open_tensor
 
 pytestmark = pytest.mark.slow
 
 SHAPE = (1, 2, 700, 16)
 WITHIN = {"memory_budget": 80_000, "device": "cpu"}
-RESUMED = WITHIN | {"resume": "run"}
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def save_every_block(monkeypatch):
     monkeypatch.setattr(checkpoints, "_SECONDS_BETWEEN_SAVES", 0)
 
 
-def resume(tensors, out, **options):
-    return cqs.streaming.attention(*tensors, out=out, **RESUMED | options)
+def resume(tensors, out, directory="run", **options):
+    return cqs.streaming.attention(*tensors, out=Resumable(out, directory), **WITHIN | options)
 
 
 def stop(maps, number=15, **options):
@@ -78,7 +77,7 @@ def test_a_damaged_working_file_is_named(maps, name, spoil):
     assert {path.name for path in Path("run").iterdir()} == before
 
 
-NOT_ITS_OWN = "^resume must be|run/lse' is missing, damaged"
+NOT_ITS_OWN = "^directory must be|run/lse' is missing, damaged"
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -95,7 +94,7 @@ def test_links_in_the_directory_are_not_followed(maps, save_every_block, link):
         os.rename("precious", f"run/{name}")
     os.unlink("run/cqs-resume")
     os.mkfifo("run/cqs-resume")
-    with pytest.raises(ValueError, match="^resume must be"):
+    with pytest.raises(ValueError, match="^directory must be"):
         resume(maps, out)
 
 
@@ -151,12 +150,12 @@ def test_another_computation_is_refused(maps):
         ("sinks", {"scores": cqs.Scores(sinks=torch.ones(2))}),
         ("output", {"out": new_output(SHAPE, "other.npy")}),
     ):
-        with pytest.raises(ValueError, match=f"resume must be .*run', whose {name} is "):
+        with pytest.raises(ValueError, match=f"directory must be .*run', whose {name} is "):
             resume(maps, **{"out": out} | options)
     with pytest.raises(ValueError, match="memory_budget must be at least .*run' *, got 60000"):
         resume(maps, out, memory_budget=60_000)
     with pytest.raises(ValueError, match="out must be in a file"):
-        resume(maps, None)
+        resume(maps, torch.empty(SHAPE))
     with pytest.raises(ValueError, match="out.npy"):
         resume(maps, new_output(SHAPE))
     os.utime("q.npy", (0, 0))
@@ -164,7 +163,7 @@ def test_another_computation_is_refused(maps):
         resume(maps, out)
 
 
-OTHER_INPUTS = "resume must be .*run', whose inputs is "
+OTHER_INPUTS = "directory must be .*run', whose inputs is "
 
 
 @pytest.mark.parametrize("kind", ["a map", "safetensors", "a replaced file"])
@@ -200,8 +199,8 @@ def test_what_others_have_made_is_neither_changed_nor_removed(maps, name):
     os.symlink("folder", "to the folder")
     os.mkfifo("pipe")
     before = contents()
-    with pytest.raises(ValueError, match="^resume must be"):
-        resume(maps, out, resume=name)
+    with pytest.raises(ValueError, match="^directory must be"):
+        resume(maps, out, name)
     assert contents() == before
     resume(maps, out)
     assert contents().keys() == before.keys()
@@ -226,8 +225,8 @@ def test_what_fails_before_anything_is_final_leaves_no_directory(maps):
     assert not os.path.exists("run")
     for error, message, options in (
         (ValueError, "^out ", {"out": maps[0]}),
-        (OSError, "nowhere/run", {"resume": "nowhere/run"}),
-        (TypeError, None, {"resume": 3}),
+        (OSError, "nowhere/run", {"directory": "nowhere/run"}),
+        (TypeError, None, {"directory": 3}),
     ):
         with pytest.raises(error, match=message):
             resume(maps, **{"out": new_output(SHAPE)} | options)
@@ -251,7 +250,7 @@ def test_only_one_process_at_a_time_uses_a_directory(maps, expected):
             signal.pause()
     assert os.read(is_ready, 5) == b"ready"
     for target in (out, other):
-        with pytest.raises(BlockingIOError, match="^.Errno 11. resume must be .*run'$"):
+        with pytest.raises(BlockingIOError, match="^.Errno 11. directory must be .*run'$"):
             resume(maps, target)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -384,9 +383,7 @@ def test_a_frozen_run_of_this_format_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     inputs, out = unpack_frozen_run(), np.load("out.npy", mmap_mode="r+")
     before, seen = np.array(out), []
-    cqs.streaming.attention(
-        *inputs, out=out, resume="run", progress=lambda *done: seen.append(done), **FROZEN
-    )
+    resume(inputs, out, progress=lambda *done: seen.append(done), **FROZEN)
     assert seen[0] == (256 * 300 + 44 * 300, 180_000), "begins where the other ended"
     assert np.array_equal(out[:, 0, :256], before[:, 0, :256]) and not os.path.exists("run")
     expected = cqs.streaming.attention(*inputs, **FROZEN)
@@ -398,5 +395,5 @@ def test_a_run_of_another_format_is_rejected_with_both_versions(tmp_path, monkey
     inputs, out = unpack_frozen_run(version=3), np.load("out.npy", mmap_mode="r+")
     before = contents()
     with pytest.raises(ValueError, match="run' must have resume format 5 .* got format 3"):
-        cqs.streaming.attention(*inputs, out=out, resume="run", **FROZEN)
+        resume(inputs, out, **FROZEN)
     assert contents() == before

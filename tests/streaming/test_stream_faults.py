@@ -11,7 +11,7 @@ import torch
 from streams import Stop, new_output, stop_after
 
 import cqs
-from cqs.streaming import OnDemand, open_tensor
+from cqs.streaming import OnDemand, Resumable, open_tensor
 from cqs.worker.memory import measure_peak_bytes
 
 CPU = torch.device("cpu")
@@ -88,11 +88,7 @@ def test_a_shortage_in_the_middle_counts_no_pair_twice(error):
         return tensor[batch, head, rows.start : rows.stop]
 
     made = OnDemand(read, tensor.shape, tensor.dtype)
-    options = {
-        "memory_budget": 200_000,
-        "device": "cpu",
-        "progress": lambda *done: seen.append(done),
-    }
+    options = WITHIN | {"memory_budget": 200_000, "progress": lambda *done: seen.append(done)}
     message = "DefaultCPUAllocator: can't allocate memory"
     output = cqs.streaming.attention(tensor, made, tensor, **options)
     torch.testing.assert_close(output, cqs.attention(*[tensor] * 3), atol=1e-6, rtol=1e-5)
@@ -121,7 +117,7 @@ def test_no_file_stays_open(maps, monkeypatch):
             cqs.streaming.attention(*maps, out=out, progress=stop_after(3), **WITHIN)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
-            cqs.streaming.attention(*maps, out=out, resume="run", **WITHIN)
+            cqs.streaming.attention(*maps, out=Resumable(out, "run"), **WITHIN)
     assert number() <= before + 1, "and the map of the output"
     assert not os.path.exists("run")
 

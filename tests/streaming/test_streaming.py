@@ -29,7 +29,7 @@ from cqs.executors.streaming import engine, transfers
 from cqs.executors.streaming.budget import parse_budget
 from cqs.patterns import global_tokens, sliding_window
 from cqs.scheduler.machines import MACHINES
-from cqs.streaming import InFile, OnDemand, Pass, make_stream_plan, open_tensor
+from cqs.streaming import InFile, OnDemand, Pass, Resumable, make_stream_plan, open_tensor
 from cqs.worker import BACKENDS
 from cqs.worker.memory import measure_peak_bytes
 
@@ -234,13 +234,13 @@ def test_a_killed_process_goes_on_bitwise_identically(arrays, tmp_path):
         def progress(done, total):
             if next(calls) == 20:
                 os.kill(os.getpid(), {signal.SIGKILL})
-        cqs.streaming.attention(q, k, v, memory_budget=60_000, device="cpu", out=out, resume="run",
-                                progress=progress)
+        options = dict(memory_budget=60_000, device="cpu", progress=progress)
+        cqs.streaming.attention(q, k, v, out=cqs.streaming.Resumable(out, "run"), **options)
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path)
     assert ended.returncode == -signal.SIGKILL
     assert b"position" in (tmp_path / "run" / "cqs-resume").read_bytes()
-    attend(mapped, memory_budget=60_000, out=out, resume=tmp_path / "run")
+    attend(mapped, memory_budget=60_000, out=Resumable(out, tmp_path / "run"))
     assert np.array_equal(out, attend(mapped, memory_budget=60_000))
 
 
@@ -277,7 +277,7 @@ def test_a_full_disk_is_an_error_and_nothing_half_written_counts(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, view[:1000], place)
 
-    options = {"memory_budget": 150_000, "out": out, "resume": tmp_path / "run"}
+    options = {"memory_budget": 150_000, "out": Resumable(out, tmp_path / "run")}
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", write_until_full)
         with pytest.raises(OSError, match="No space left"):

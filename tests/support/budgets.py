@@ -39,7 +39,7 @@ BUDGETS = {
     "cqs/worker/triton": Budget(3676, 536, 6),
     "cqs/executors": Budget(945, 161, 8),
     "cqs/executors/distributed": Budget(3610, 299, 22),
-    "cqs/executors/streaming": Budget(1366, 259, 17),
+    "cqs/executors/streaming": Budget(1357, 259, 16),
     "cqs/executors/ray": Budget(2812, 375, 17),
     "cqs/integrations": Budget(1630, 277, 15),
     "cqs/nn": Budget(355, 99, 3),

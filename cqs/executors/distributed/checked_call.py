@@ -147,7 +147,8 @@ def _find_known(
     options: AttentionOptions,
 ) -> dict[str, Any] | None:
     """Return the values of a call whose signature is known, or ``None``; see :func:`check_call`."""
-    if options.get("dropout_p") or not options.get("seed") is options.get("scores") is None:
+    has_values = not options.get("seed") is options.get("scores") is None
+    if has_values or options.get("dropout_p", 0.0) != 0.0 or not isinstance(query, Tensor):
         return None
     choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
     given = [options.get(name, default) for name, default in _DEFAULTS.items()]

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -18,14 +17,27 @@ from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
 from cqs.executors.streaming.executor import StreamingExecutor
 from cqs.executors.streaming.sources import InFile, Source, as_source, as_target
 from cqs.partial import AttentionOutput, Partial, lse_dtype
-from cqs.patterns import Pattern, causal, sliding_window
+from cqs.patterns import causal, sliding_window
 from cqs.problem import Problem, check_problem
-from cqs.problem.scores import Scores, take_apart
+from cqs.problem.options import AttentionOptions, problem_options
+from cqs.problem.scores import take_apart
 from cqs.problem.tensors import autocast
 from cqs.uncompiled import uncompiled
 from cqs.worker.backends import choose_backend
 
 _NAMES = ("query", "key", "value")
+
+
+class Resumable(NamedTuple):
+    """An output in a file whose computation continues after an error.
+
+    A successful call removes the directory. After an error it stays, and the same call continues.
+    """
+
+    output: Any
+    """Destination of the output: a memory map or an :class:`InFile`."""
+    directory: str | os.PathLike[str] | WorkingDirectory
+    """Path of a directory for working files: a new or empty one, or that of the earlier call."""
 
 
 @uncompiled
@@ -38,17 +50,8 @@ def attention(
     memory_budget: int | str = "auto",
     device: "torch.device | str | None" = None,
     out: Any = None,
-    resume: "str | os.PathLike[str] | WorkingDirectory | None" = None,
-    is_causal: bool = False,
-    pattern: Pattern | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    scores: Scores | None = None,
-    backend: str | None = None,
-    return_lse: bool = False,
-    verify: bool = False,
     progress: bool | Callable[[int, int], None] = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | AttentionOutput:
     """Compute exact attention within a memory budget: tensors are read and written in parts.
 
@@ -68,24 +71,13 @@ def attention(
         device: The device that computes; ``None`` means a GPU if there is one.
         out: Destination of the output: a CPU tensor, a NumPy array or an :class:`InFile`; ``None``
             allocates a CPU tensor. It must not overlap itself, lie between the bytes of an input,
-            or be in the file of an input. Inputs must not require gradients.
-        resume: Path of a new or empty directory for working files, which a successful call removes.
-            After an error it stays, and the same call continues from it. Requires an ``out`` in a
-            file.
-        is_causal: Whether query i attends only to keys up to ``i + seqlen_kv - seqlen_q``.
-        pattern: Sparse pattern of :mod:`cqs.patterns`, or ``None``.
-        scale: Factor on the scores; ``None`` means ``head_dim ** -0.5``.
-        dropout_p: Probability in [0, 1) that a pair is dropped after the softmax. The dropout mask
-            equals that of :func:`cqs.attention` with the same seed.
-        seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
-            generator for each call.
-        scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`. Its
-            tensors are on the CPU, those of a score function on ``device``.
-        backend: Name of the kernels, as in :func:`cqs.attention`.
-        return_lse: Whether to return the log-sum-exp as well.
-        verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
+            or be in the file of an input. Inputs must not require gradients. With a
+            :class:`Resumable` the same call continues after an error.
         progress: True draws a progress bar. A function is called as ``progress(pairs_done,
             pairs_total)``, live pairs of all heads.
+        options: The options of :func:`cqs.attention`: ``is_causal``, ``pattern``, ``scale``,
+            ``dropout_p``, ``seed``, ``scores``, ``backend``, ``return_lse`` and ``verify``. Tensors
+            of the scores are on the CPU, those of a score function on ``device``.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype of ``query`` on the
@@ -98,7 +90,7 @@ def attention(
             for a tile, of the backward pass too if gradients are required; a file is too short; or
             working files are damaged or belong to another computation.
         OSError: A file cannot be read or written, or changes during the call; the disk is full; or
-            another process uses the ``resume`` directory.
+            another process uses the directory of a :class:`Resumable`.
         NotImplementedError: No backend, or not the named one, supports the call.
         torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
@@ -112,15 +104,7 @@ def attention(
         True
     """
     sources: list[Any] = list(autocast(*map(as_source, _NAMES, (query, key, value))))
-    problem = check_problem(
-        *map(_stand_in, sources),
-        is_causal=is_causal,
-        pattern=pattern,
-        scale=scale,
-        dropout_p=dropout_p,
-        seed=seed,
-        scores=scores,
-    )
+    problem = check_problem(*map(_stand_in, sources), **problem_options(options))
     checked = problem.query, problem.key, problem.value
     needs_grad = problem.requires_grad
     if needs_grad and any(isinstance(source, Source) for source in sources):
@@ -128,51 +112,50 @@ def attention(
             "query, key and value must all be in memory if one requires gradients: load the "
             "others, or detach all"
         )
-    if needs_grad and not out is resume is None:
+    if needs_grad and out is not None:
         raise ValueError(
-            "query, key, value and scores must not require gradients with out= or resume=: detach "
-            "their tensors"
+            "query, key, value and scores must not require gradients with out=: detach their "
+            "tensors"
         )
-    if resume is not None and problem.terms is not None and problem.terms.score_mod is not None:
-        raise ValueError(
-            "scores.score_mod must be None with resume=, got a function: another process cannot "
-            "tell whether its function is the same"
-        )
-    options = backend, problem.dropout, problem.pattern, problem.terms
-    where, name = choose_device_and_backend(checked, device, *options)
+    directory: Any = None
+    if isinstance(out, Resumable):
+        out, directory = out
+        if problem.terms is not None and problem.terms.score_mod is not None:
+            raise ValueError(
+                "scores.score_mod must be None with a Resumable, got a function: another process "
+                "cannot tell whether its function is the same"
+            )
+    features = problem.dropout, problem.pattern, problem.terms
+    where, name = choose_device_and_backend(checked, device, options.get("backend"), *features)
     budget = parse_budget(memory_budget, where)
-    sources = list(map(_of_shape, _NAMES, sources, checked))
+    sources = list(map(_shaped_source, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
     in_strips = _in_strips(problem) if name == "reference" else problem
     executor = StreamingExecutor(where, budget, name, sources)
-    hooks: dict[str, Any] = {"backend": name, "verify": verify, "progress": progress}
-    compute = partial(attend, executor, in_strips, executor.make_plan, **hooks)
+    return_lse, verify = options.get("return_lse", False), options.get("verify", False)
+    call = executor, in_strips, executor.make_plan
+    compute = partial(attend, *call, verify=verify, progress=progress)
     if needs_grad:
         for _, part in in_strips.parts():
             executor.plan_gradients(executor.make_plan(part))  # before the forward pass
         return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out
-    of_scores = [each for each in take_apart(scores)[0] if each is not None]
-    target: Any = as_target(out, shape, dtype, [*sources, *of_scores])
-    if resume is not None and isinstance(target, Tensor):
-        raise ValueError("out must be in a file if resume= is given, got a tensor in memory")
-    lse: Any = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
+    score_tensors = [term for term in take_apart(options.get("scores"))[0] if term is not None]
+    target: Any = as_target(out, shape, dtype, [*sources, *score_tensors])
+    if directory is not None and isinstance(target, Tensor):
+        raise ValueError("out must be in a file to be resumed, got a tensor in memory")
+    lse = torch.empty(shape[:3], dtype=lse_dtype(dtype), device="cpu")
+    into = Partial(target, lse)
     with ExitStack() as stack:
-        into = Partial(target, lse)
-        if resume is not None:
-            if not isinstance(resume, WorkingDirectory):  # else entered by the caller
-                resume = stack.enter_context(WorkingDirectory(resume))
+        if directory is not None:
+            if not isinstance(directory, WorkingDirectory):  # else entered by the caller
+                directory = stack.enter_context(WorkingDirectory(directory))
             request = _identify(problem, executor, target)
             plans = [executor.make_plan(part) for _, part in in_strips.parts()]
-            checkpoint = stack.enter_context(Checkpoint(resume, request, target, plans))
-            executor.checkpoint = checkpoint
-            saved: Any = checkpoint.lse
-            into = Partial(target, saved)
+            checkpoint = Checkpoint(directory, request, target, lse, plans)
+            executor.checkpoint = stack.enter_context(checkpoint)
         compute(into=into)
-        if resume is not None and return_lse:
-            for place in product(*map(range, lse.shape[:2])):
-                lse[place] = saved[place]
     return Partial(out, lse).to_result(return_lse)
 
 
@@ -183,7 +166,7 @@ def _stand_in(source: Tensor | Source) -> Tensor:
     return torch.empty(1, dtype=source.dtype, device="cpu").expand(source.shape)
 
 
-def _of_shape(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | Source:
+def _shaped_source(name: str, source: Tensor | Source, checked: Tensor) -> Tensor | Source:
     """Return the checked tensor, whose batch may have been expanded, or the source of its shape."""
     if isinstance(source, Tensor):
         return checked
@@ -205,14 +188,6 @@ def choose_device_and_backend(
         device: The device, or ``None``; see :func:`attention`.
         options: The options of :func:`cqs.worker.choose_backend`.
     """
-    where = _choose_device(device)
-    query, key, value = (
-        torch.empty((1, 1, 2, each.shape[3]), dtype=each.dtype, device=where) for each in tensors
-    )
-    return where, choose_backend(query, key, value, *options).name
-
-
-def _choose_device(device: "torch.device | str | None") -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -221,9 +196,10 @@ def _choose_device(device: "torch.device | str | None") -> torch.device:
         raise ValueError(f"device must be the CPU or a GPU, got {device!r}: {error}") from None
     if chosen.type != "cpu" and (chosen.type != "cuda" or not torch.cuda.is_available()):
         raise NotImplementedError(f"device must be the CPU or a GPU in this machine, got {chosen}")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    query, key, value = (
+        torch.empty((1, 1, 2, like.shape[3]), dtype=like.dtype, device=chosen) for like in tensors
+    )
+    return query.device, choose_backend(query, key, value, *options).name
 
 
 def _in_strips(problem: Problem) -> Problem:
@@ -240,7 +216,7 @@ def _in_strips(problem: Problem) -> Problem:
 def _identify(problem: Problem, executor: StreamingExecutor, target: InFile) -> dict[str, Any]:
     """Return the identity of the computation for its checkpoint, in JSON types."""
     return {
-        "shapes": [list(each.shape) for each in (problem.query, problem.key, problem.value)],
+        "shapes": [list(tensor.shape) for tensor in (problem.query, problem.key, problem.value)],
         "dtype": str(problem.query.dtype),
         "device": executor.device.type,
         "backend": executor.backend,

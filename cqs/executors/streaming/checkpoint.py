@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cqs.executors.streaming.plan import START, HeldBlock, Position, StreamPlan
-from cqs.executors.streaming.sources import InFile, Part, bytes_of
+from cqs.executors.streaming.sources import InFile, bytes_of
 from cqs.executors.verify import VerificationError
 from cqs.partial import lse_dtype
 
@@ -70,14 +72,13 @@ class WorkingDirectory:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
         except NotADirectoryError:
             raise ValueError(
-                "resume must be a new path, or an empty directory or that of an earlier run and of "
-                f"this user, got '{self.path}', which has other files or another owner"
+                "directory must be a new path, or an empty directory or that of an earlier run and "
+                f"of this user, got '{self.path}', which has other files or another owner"
             ) from None
         except (BlockingIOError, FileNotFoundError):
             raise BlockingIOError(
                 errno.EWOULDBLOCK,
-                "resume must be a directory that no other process uses: wait for that process, or "
-                "pass another directory",
+                "directory must be one that no other process uses: wait for it, or pass another",
                 str(self.path),
             ) from None
         return self
@@ -119,9 +120,9 @@ class WorkingDirectory:
         user who may write to the directory can place links to the files of this user.
         """
         with suppress(FileNotFoundError):
-            found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
-                return found.st_dev, found.st_ino
+            inode = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            if stat.S_ISREG(inode.st_mode) and inode.st_uid == os.geteuid() and inode.st_nlink == 1:
+                return inode.st_dev, inode.st_ino
         return None
 
     def create(self, name: str, size: int) -> None:
@@ -205,8 +206,8 @@ class WorkingDirectory:
         entries = self.read()
         if not entries or not path.is_file():
             return False
-        found = path.stat()
-        return bool(entries[0]["file"] == [found.st_dev, found.st_ino])
+        inode = path.stat()
+        return bool(entries[0]["file"] == [inode.st_dev, inode.st_ino])
 
     def damaged(self, path: Path) -> ValueError:
         """Return the error for a working file that is missing or damaged."""
@@ -223,6 +224,7 @@ class Checkpoint:
         directory: WorkingDirectory,
         request: Mapping[str, Any],
         output: InFile,
+        lse: Tensor,
         plans: Sequence[StreamPlan],
     ):
         """Load the progress of an interrupted run, or create the files of a new one.
@@ -231,6 +233,7 @@ class Checkpoint:
             directory: The entered resume directory.
             request: Options and input files of the computation, of JSON types.
             output: Destination of the output, ``[batch, num_heads, seqlen_q, value_dim]``.
+            lse: Destination of the LSE; rows that are final already are written to it.
             plans: The plan of each part of the problem, for the current memory budget. Those of an
                 interrupted run replace them.
 
@@ -239,7 +242,7 @@ class Checkpoint:
                 inputs; final results have changed; or a plan exceeds the memory budget.
             OSError: A file cannot be read or written.
         """
-        self._directory, self._output, self._plans = directory, output, list(plans)
+        self._directory, self._plans, self._output = directory, list(plans), output
         self._request = {"format": _FORMAT, **request}
         self._part, self._reached = -1, (0, START)
         self._blocks: list[list[Any]] = []
@@ -247,13 +250,12 @@ class Checkpoint:
         self._next_save = -math.inf
         self._entries: list[dict[str, Any]] = []
         """Entries to write before the next."""
-        if found := directory.read():
-            self._load(*found)
+        if entries := directory.read():
+            self._load(lse, *entries)
         else:
             first = {"request": self._request, "plans": list(map(_sizes, plans))}
             self._entries = [{**first, "file": output.identity}]
-            itemsize = lse_dtype(output.dtype).itemsize
-            directory.create(_LSE, math.prod(output.shape[:3]) * itemsize)
+            directory.create(_LSE, lse.nbytes)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -279,13 +281,15 @@ class Checkpoint:
         Args:
             plan: The current plan of the part that was begun last.
             block: The block, all of whose results are written.
-            results: Output and LSE of this part, each a :class:`Part` of the whole.
+            results: The output of this part, a :class:`Part` of the whole, and its LSE, a tensor.
         """
-        output, _ = results
+        output, lse = results
         batch, rows, self._plans[self._part] = block.batch, block.tokens, plan
         for head in block.heads:
-            place = output.batches[batch], output.heads[head], rows.start, rows.stop
-            self._blocks.append([*place, *(_digest(each, batch, head, rows) for each in results)])
+            place = output.batches[batch], output.heads[head], rows
+            self.lse.write(*place, lse[batch, head, rows.start : rows.stop])
+            digests = _digest(self._output, *place), _digest(self.lse, *place)
+            self._blocks.append([*place[:2], rows.start, rows.stop, *digests])
         self._reached = self._part, block.end
         if time.monotonic() >= self._next_save:
             self.save()
@@ -316,18 +320,20 @@ class Checkpoint:
         """The LSE, ``[batch, num_heads, seqlen_q]``, in a working file."""
         dtype = lse_dtype(self._output.dtype)
         shape = self._output.shape[:3]
-        opened = InFile(self._directory.path / _LSE, shape, dtype, 0, is_writable=True)
-        if opened.identity != self._directory.identify(_LSE):
-            raise self._directory.damaged(opened.path)
-        return opened
+        path = self._directory.path / _LSE
+        with suppress(OSError, ValueError):
+            opened = InFile(path, shape, dtype, 0, is_writable=True)
+            if opened.identity == self._directory.identify(_LSE):
+                return opened
+        raise self._directory.damaged(path)
 
-    def _load(self, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
+    def _load(self, lse: Tensor, first: Mapping[str, Any], *entries: Mapping[str, Any]) -> None:
         """Continue from the journal of an interrupted run; see the constructor for errors."""
         for name in {**self._request, **first["request"]}:  # options may be given in one alone
             value = self._request.get(name)
             if first["request"].get(name) != value:
                 raise ValueError(
-                    f"resume must be the directory of this computation, got "
+                    f"directory must be the directory of this computation, got "
                     f"'{self._directory.path}', whose {name} is {first['request'].get(name)} "
                     f"instead of {value}: pass another directory"
                 )
@@ -342,15 +348,7 @@ class Checkpoint:
                     f"memory_budget must be at least {plan.peak_bytes} bytes to resume "
                     f"'{self._directory.path}', got {plan.budget}"
                 )
-        self._check_results([block for entry in entries for block in entry["blocks"]])
-
-    def _check_results(self, blocks: Sequence[Sequence[Any]]) -> None:
-        """Raise ValueError if a final result no longer matches its digest."""
-        try:
-            self.lse  # noqa: B018
-        except (OSError, ValueError):
-            raise self._directory.damaged(self._directory.path / _LSE) from None
-        for batch, head, start, stop, *digests in blocks:
+        for batch, head, start, stop, *digests in chain(*(entry["blocks"] for entry in entries)):
             for results, expected in zip((self._output, self.lse), digests, strict=True):
                 if _digest(results, batch, head, range(start, stop)) != expected:
                     raise ValueError(
@@ -358,6 +356,7 @@ class Checkpoint:
                         f"{stop - 1} of head {head} of batch element {batch} in '{results.path}'. "
                         f"Restore them, or remove '{self._directory.path}' to begin anew"
                     )
+            self.lse.read(batch, head, range(start, stop), lse[batch, head, start:stop])
 
 
 def _sizes(plan: StreamPlan) -> dict[str, int]:
@@ -365,13 +364,13 @@ def _sizes(plan: StreamPlan) -> dict[str, int]:
     return {"heads_at_once": plan.heads_at_once, "rows": plan.rows, "chunk": plan.chunk}
 
 
-def _digest(results: InFile | Part, batch: int, head: int, rows: range) -> str:
+def _digest(results: InFile, batch: int, head: int, rows: range) -> str:
     """Return the SHA-256 digest of rows of one head in their file, read 1 MiB at a time."""
     row_bytes = math.prod(results.shape[3:]) * results.dtype.itemsize
     length, hasher = max(_READ_BYTES // row_bytes, 1), sha256()
     for first in range(0, len(rows), length):
         part = rows[first : first + length]
-        found = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
-        results.read(batch, head, part, found)
-        hasher.update(bytes_of(found))
+        values = torch.empty((len(part), *results.shape[3:]), dtype=results.dtype, device="cpu")
+        results.read(batch, head, part, values)
+        hasher.update(bytes_of(values))
     return hasher.hexdigest()

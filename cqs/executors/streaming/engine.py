@@ -35,7 +35,7 @@ def stream(
     backend: str | None,
     targets: Sequence[Target],
     *,
-    of_answer: Sequence[Tensor] = (),
+    backward_inputs: Sequence[Tensor] = (),
     start: Position = START,
     progress: Progress | None = None,
     finished: Callable[[HeldBlock], None] = lambda block: None,
@@ -52,7 +52,7 @@ def stream(
         backend: Name of the backend of all chunks; ``None`` means the preferred one.
         targets: Destinations of output and LSE ``[batch, heads, seqlen_q]``, or of the gradients of
             the side that is held.
-        of_answer: For gradients dO, O and LSE ``[batch, heads, seqlen_q]``.
+        backward_inputs: For gradients dO, O and LSE ``[batch, heads, seqlen_q]``.
         start: The position up to which results are final already.
         progress: Advanced after the computation of a chunk has been launched.
         finished: Called with a block after all its results have been written.
@@ -62,10 +62,10 @@ def stream(
         closing(_COPIES[device.type](device)) as transfers,
     ):
         worker = Worker.of(problem, backend)
-        queries: Side = [problem.query, *of_answer]
+        queries: Side = [problem.query, *backward_inputs]
         held, streamed = plan.sides(queries, [problem.key, problem.value])
-        blocks = _InputBuffers(transfers, plan, held, of_keys=plan.holds_keys)
-        chunks = _InputBuffers(transfers, plan, streamed, of_keys=not plan.holds_keys)
+        blocks = _InputBuffers(transfers, plan, held, has_keys=plan.holds_keys)
+        chunks = _InputBuffers(transfers, plan, streamed, has_keys=not plan.holds_keys)
         sinks = None if problem.sinks is None else problem.sinks.to(device)
         compute = partial(_attend, sinks) if plan.which == Pass.FORWARD else _differentiate
         downloading: list[Callable[[], None]] = []
@@ -88,7 +88,7 @@ def stream(
 
         def download(block: HeldBlock, results: Sequence[Tensor]) -> None:
             event = transfers.record_event()
-            place = block.place(block.tokens, of_keys=plan.holds_keys)
+            place = block.place(block.tokens, has_keys=plan.holds_keys)
             for result, target in zip(results, targets, strict=True):
                 downloading.append(transfers.download(result[0], event, target, place))
             downloading.append(partial(finished, block))
@@ -136,7 +136,7 @@ def _differentiate(
     sums = [torch.zeros_like(tensor, dtype=lse_dtype(tensor.dtype)) for tensor in mine]
     for worker, chunk in chunks:
         worker.add_gradients(sums, *chunk)
-    return [each.to(held[0].dtype) for each in sums]
+    return [total.to(held[0].dtype) for total in sums]
 
 
 def _prepare(
@@ -162,9 +162,9 @@ def _prepare(
     if worker.dropout is worker.pattern is None and not has_positions:
         shift = queries.start - keys.start
         queries, keys = range(len(queries)), range(len(keys))
-    of_queries, of_keys = plan.sides(held, streamed)
-    query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in of_queries)
-    key_and_value = (HeldTokens.packed(tensor, [keys]) for tensor in of_keys)
+    query_tensors, key_tensors = plan.sides(held, streamed)
+    query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in query_tensors)
+    key_and_value = (HeldTokens.packed(tensor, [keys]) for tensor in key_tensors)
     return worker, [plan.steps(queries, keys, shift), query, *key_and_value, *others]
 
 
@@ -189,11 +189,11 @@ def _terms_of(
 class _InputBuffers:
     """The device buffers of one side: one is filled while another is used."""
 
-    def __init__(self, transfers: DeviceCopies, plan: StreamPlan, side: Side, *, of_keys: bool):
+    def __init__(self, transfers: DeviceCopies, plan: StreamPlan, side: Side, *, has_keys: bool):
         """Allocate buffers for a block or chunk of a group of heads each."""
-        self._transfers, self._sources, self._of_keys = transfers, side, of_keys
-        num_heads = plan.heads_at_once * (1 if of_keys else plan.group_size)
-        num_tokens = plan.visit[of_keys != plan.holds_keys]
+        self._transfers, self._sources, self._has_keys = transfers, side, has_keys
+        num_heads = plan.heads_at_once * (1 if has_keys else plan.group_size)
+        num_tokens = plan.visit[has_keys != plan.holds_keys]
 
         def allocate(source: Tensor | Source) -> Tensor:
             shape = num_heads, num_tokens, *source.shape[3:]
@@ -207,7 +207,7 @@ class _InputBuffers:
 
     def load(self, block: HeldBlock, tokens: range) -> list[Tensor]:
         """Return ``[1, heads, tokens, ...]``; upload them unless a buffer has them."""
-        place = block.place(tokens, of_keys=self._of_keys)
+        place = block.place(tokens, has_keys=self._has_keys)
         if place in self._contents:
             self._current = self._contents.index(place)
         else:

@@ -65,9 +65,9 @@ class StreamingExecutor:
             OSError: A file cannot be read or written, or an input file was changed.
             torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
         """
-        problem, plan, backend = part.problem, cast(StreamPlan, part.plan), part.backend
+        problem, plan = part.problem, cast(StreamPlan, part.plan)
         answer = into or problem.empty_answer()
-        call = self.device, problem, backend
+        call = self.device, problem, self.backend
         position, progress = START, hooks.progress
         before = 0 if progress is None else progress.done
         if self.checkpoint is not None:
@@ -101,26 +101,25 @@ class StreamingExecutor:
             ValueError: The memory budget is too small for a tile.
         """
         passes = Pass.QUERY_GRADIENTS, Pass.KEY_GRADIENTS
-        of_queries, of_keys = (replace(plan, which=each).fit() for each in passes)
-        return of_queries, of_keys
+        query_plan, key_plan = (replace(plan, which=which).fit() for which in passes)
+        return query_plan, key_plan
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
-        problem, plan, backend = part.problem, cast(StreamPlan, part.plan), part.backend
+        problem, plan, terms = part.problem, cast(StreamPlan, part.plan), part.problem.terms
         tensors = problem.query, problem.key, problem.value
         gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))
-        call, of_answer = (self.device, problem, backend), (grad_output, *answer)
-        terms, without_sums = problem.terms, call
-        if terms is not None:  # one pass suffices for the gradients of their leaves
-            other = replace(problem, terms=replace(terms, sums=()))
-            without_sums = self.device, other, backend
+        backward_inputs = grad_output, *answer
+        # One pass suffices for the gradients of the leaves of the score terms.
+        without_sums = replace(problem, terms=terms and replace(terms, sums=()))
+        call, other_call = ((self.device, p, self.backend) for p in (problem, without_sums))
         while True:
-            plan, of_keys = self.plan_gradients(plan)
+            plan, key_plan = self.plan_gradients(plan)
             for total in () if terms is None else terms.sums:
                 total.zero_()
             try:
-                stream(plan, *call, gradients[:1], of_answer=of_answer)
-                stream(of_keys, *without_sums, gradients[1:], of_answer=of_answer)
+                stream(plan, *call, gradients[:1], backward_inputs=backward_inputs)
+                stream(key_plan, *other_call, gradients[1:], backward_inputs=backward_inputs)
                 return gradients
             except RuntimeError as error:
                 plan = self._with_less(plan, error)

@@ -67,19 +67,6 @@ def extents_of_file(descriptor: int) -> list[Extent]:
     return [(name, 0, sys.maxsize) for name in names]
 
 
-def is_mapped_from(array: np.ndarray, descriptor: int, offset: int) -> bool:
-    """Return whether an array is mapped from an open file, with its first byte at ``offset``.
-
-    False if the file was replaced after it had been mapped.
-    """
-    address = array.ctypes.data
-    names = {name for name, *_ in extents_of_file(descriptor)}
-    return all(
-        mapping.file in names and address + mapping.shift == offset
-        for mapping in mappings(address, address + 1)
-    )
-
-
 def repeats(tensor: Tensor) -> bool:
     """Return whether elements of a tensor may share memory.
 
@@ -103,11 +90,11 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 def mappings(start: int, stop: int) -> list[Mapping]:
     """Return this process's memory mappings that meet a range of addresses."""
-    found = []
+    selected = []
     for line in _LINE.findall(_MAPS.read_bytes()) if start < stop else ():
         first, last, offset = (int(number, 16) for number in (*line[:2], line[4]))
         if first < stop and start < last:
             # A System V segment may have inode 0, so the device identifies anonymous memory.
             file = None if line[5] == b"00:00" else (line[5].decode(), int(line[6]))
-            found.append(Mapping(line[2] == b"w", line[3] == b"s", file, offset - first))
-    return found
+            selected.append(Mapping(line[2] == b"w", line[3] == b"s", file, offset - first))
+    return selected

@@ -80,9 +80,9 @@ class HeldBlock(NamedTuple):
     end: Position
     """The position up to which results are final once this block is done."""
 
-    def place(self, tokens: range, *, of_keys: bool) -> RowsOfHeads:
+    def place(self, tokens: range, *, has_keys: bool) -> RowsOfHeads:
         """Return the place of tokens of this block's heads in a tensor of queries or of keys."""
-        return RowsOfHeads(self.batch, self.kv_heads if of_keys else self.heads, tokens)
+        return RowsOfHeads(self.batch, self.kv_heads if has_keys else self.heads, tokens)
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class StreamPlan:
     def pairs_until(self, position: Position) -> int:
         """Return the number of live pairs that precede a position, over all query heads."""
         rows = self.count(range(position.row), range(self.num_streamed))
-        of_head = position.group * self.live_pairs + rows
-        return of_head * self.heads_at_once * self.group_size
+        head_pairs = position.group * self.live_pairs + rows
+        return head_pairs * self.heads_at_once * self.group_size
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -251,10 +251,10 @@ class StreamPlan:
     def flops(self) -> int:
         """FLOPs of live pairs: two matrix products forward, three or four in a backward pass."""
         columns = self.shape.head_dim, self.shape.value_columns
-        of_pair = sum(columns) * (2 if self.holds_keys else 1)
+        products = sum(columns) * (2 if self.holds_keys else 1)
         if self.which == Pass.QUERY_GRADIENTS:
-            of_pair += columns[0]
-        return 2 * of_pair * self.live_pairs * self.shape.batch * self.shape.num_heads
+            products += columns[0]
+        return 2 * products * self.live_pairs * self.shape.batch * self.shape.num_heads
 
     @cached_property
     def seconds(self) -> float:
@@ -362,13 +362,13 @@ class StreamPlan:
             copies = 2 + wider  # CPU kernels compute dQ, dK and dV, of two steps at a time
             if self.num_buffers == 2:  # dQ, dK and dV of each call, their sums, and scratch
                 copies = (1 + 3 * wider) * self.has_single_calls
-            of_calls = copies * (shape.query_bytes(queries) + shape.key_bytes(keys))
-            return of_calls + (1 + wider) * mine + 2 * lse * queries
-        of_calls = 3 * shape.result_bytes(rows) * self.has_single_calls
+            call_bytes = copies * (shape.query_bytes(queries) + shape.key_bytes(keys))
+            return call_bytes + (1 + wider) * mine + 2 * lse * queries
+        call_bytes = 3 * shape.result_bytes(rows) * self.has_single_calls
         if not self.merges:
-            return of_calls + self.num_buffers * shape.result_bytes(rows)
+            return call_bytes + self.num_buffers * shape.result_bytes(rows)
         output = shape.num_heads * rows * shape.value_columns * shape.itemsize
-        return of_calls + (1 + 2 * wider) * output + _LSES * lse * rows
+        return call_bytes + (1 + 2 * wider) * output + _LSES * lse * rows
 
     @cached_property
     def _num_loaded(self) -> int:

@@ -61,9 +61,9 @@ class Source:
             batches, heads = range(self.shape[0])[place[0]], range(self.shape[1])[place[1]]
             shape = (len(batches), len(heads), *self.shape[2:])
             return Part(shape, self.dtype, self, batches, heads)
-        found = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
-        self.read(*place, range(self.shape[2]), found)
-        return found
+        rows = torch.empty(self.shape[2:], dtype=self.dtype, device="cpu")
+        self.read(*place, range(self.shape[2]), rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class InFile(Source):
     @property
     def fingerprint(self) -> tuple[str, int, int, int]:
         """Path, offset, file size in bytes and modification time in nanoseconds."""
-        found = os.fstat(self._descriptor)
-        return str(self.path.resolve()), self.offset, found.st_size, found.st_mtime_ns
+        inode = os.fstat(self._descriptor)
+        return str(self.path.resolve()), self.offset, inode.st_size, inode.st_mtime_ns
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode of the file, which do not change when it is renamed."""
-        found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino
+        inode = os.fstat(self._descriptor)
+        return inode.st_dev, inode.st_ino
 
     def read(self, batch: int, head: int, rows: range, into: Tensor) -> None:
         """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, ...]``.
@@ -188,15 +188,15 @@ class OnDemand(Source):
             TypeError: The function did not return a tensor.
             ValueError: The function returned another shape or dtype.
         """
-        found = self.function(batch, head, rows)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
-        if found.shape != into.shape or found.dtype != into.dtype:
+        values = self.function(batch, head, rows)
+        if not isinstance(values, Tensor):
+            raise TypeError(f"the function must return a tensor, got {type(values).__name__}")
+        if values.shape != into.shape or values.dtype != into.dtype:
             raise ValueError(
                 f"the function must return {tuple(into.shape)} {into.dtype} for {len(rows)} rows, "
-                f"got {tuple(found.shape)} {found.dtype}"
+                f"got {tuple(values.shape)} {values.dtype}"
             )
-        into.copy_(found.detach())
+        into.copy_(values.detach())
 
 
 Target = Tensor | InFile | Part
@@ -208,8 +208,8 @@ def read_rows(source: Tensor | Source, batch: int, heads: range, rows: range, in
     if isinstance(source, Tensor):
         into.copy_(source[batch, heads.start : heads.stop, rows.start : rows.stop])
     else:
-        for head, of_head in zip(heads, into, strict=True):
-            source.read(batch, head, rows, of_head)
+        for head, head_rows in zip(heads, into, strict=True):
+            source.read(batch, head, rows, head_rows)
 
 
 def write_rows(target: Target, batch: int, heads: range, rows: range, values: Tensor) -> None:
@@ -217,8 +217,8 @@ def write_rows(target: Target, batch: int, heads: range, rows: range, values: Te
     if isinstance(target, Tensor):
         target[batch, heads.start : heads.stop, rows.start : rows.stop] = values
     else:
-        for head, of_head in zip(heads, values, strict=True):
-            target.write(batch, head, rows, of_head.contiguous())
+        for head, head_rows in zip(heads, values, strict=True):
+            target.write(batch, head, rows, head_rows.contiguous())
 
 
 def as_source(name: str, tensor: Any) -> Tensor | Source:
@@ -235,18 +235,18 @@ def as_source(name: str, tensor: Any) -> Tensor | Source:
     """
     if isinstance(tensor, Source):
         return tensor
-    if isinstance(tensor, np.memmap) and (found := _file_of(tensor)):
-        return found
-    if isinstance(tensor, np.ndarray):
+    if isinstance(array := tensor, np.ndarray):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays, which as_target rejects
             try:
-                tensor = torch.from_numpy(tensor)
+                tensor = torch.from_numpy(array)
             except (TypeError, ValueError) as error:
                 raise type(error)(
-                    f"{name} must be an array that PyTorch can share, got {tensor.dtype} with "
-                    f"strides {tensor.strides}: {error}"
+                    f"{name} must be an array that PyTorch can share, got {array.dtype} with "
+                    f"strides {array.strides}: {error}"
                 ) from None
+    if isinstance(array, np.memmap) and (file := _file_of(array, tensor.dtype)):
+        return file
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{name} must be a tensor, a NumPy array or a source of cqs.streaming, "
@@ -329,17 +329,18 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
     check_input_file(path)
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")
+        tensor = as_source(name, mapped)
     except OSError:
         raise
     except Exception as error:  # NumPy raises errors of many types for malformed headers
         raise ValueError(f"cannot read {name} from '{path}': {error}") from error
-    if (found := _file_of(mapped)) is None:
+    if not isinstance(tensor, InFile):
         order = " in Fortran order" * (not mapped.flags.c_contiguous)
         raise ValueError(
-            f"'{source}' must have four dimensions in C order and a native dtype of PyTorch, got "
-            f"{mapped.shape} {mapped.dtype}{order}: save a contiguous array of such a dtype"
+            f"'{source}' must have four dimensions in C order to be streamed, got {mapped.shape} "
+            f"{mapped.dtype}{order}: save a contiguous array"
         )
-    return found
+    return tensor
 
 
 def _in_safetensors(path: Path, name: str) -> InFile:
@@ -357,14 +358,11 @@ def _in_safetensors(path: Path, name: str) -> InFile:
     return InFile(path, shape, dtype, 8 + length + entry["data_offsets"][0])
 
 
-def _file_of(mapped: np.memmap) -> InFile | None:
+def _file_of(mapped: np.memmap, dtype: torch.dtype) -> InFile | None:
     """Return the tensor in the file of a contiguous memory map, or None if the two may differ.
 
     A copy-on-write map may have been changed, and the path may now name another file.
     """
-    whole = mapped
-    while isinstance(whole.base, np.memmap):
-        whole = whole.base
     if (
         mapped.filename is None
         or mapped.mode == "c"
@@ -373,19 +371,12 @@ def _file_of(mapped: np.memmap) -> InFile | None:
         or not Path(mapped.filename).is_file()
     ):
         return None
-    try:
-        dtype = torch.from_numpy(np.empty(0, mapped.dtype)).dtype
-    except (TypeError, ValueError):  # PyTorch has no such dtype or byte order
-        return None
-    found = InFile(
-        Path(mapped.filename),
-        mapped.shape,
-        dtype,
-        whole.offset + mapped.ctypes.data - whole.ctypes.data,
-        is_writable=bool(mapped.flags.writeable),
-    )
-    is_same = not mapped.size or extents.is_mapped_from(mapped, found._descriptor, found.offset)
-    return found if is_same else None
+    address, is_writable = mapped.ctypes.data, bool(mapped.flags.writeable)
+    mappings = extents.mappings(address, address + bool(mapped.size))
+    offset = address + mappings[0].shift if mappings else 0
+    file = InFile(Path(mapped.filename), mapped.shape, dtype, offset, is_writable)
+    names = {name for name, *_ in extents.extents_of_file(file._descriptor)}
+    return file if all(mapping.file in names for mapping in mappings) else None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

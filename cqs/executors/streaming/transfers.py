@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,15 +89,14 @@ class GpuCopies(DeviceCopies):
         self._uploads.stream.wait_event(after)
         # A copy engine reads pinned memory directly. Pageable memory would make the copy
         # synchronous, so that it is read into pinned buffers first.
-        pinned = source if isinstance(source, Tensor) and source.is_pinned() else None
-        for heads, rows, into in _cut(place, target, is_staged=pinned is None):
-            if pinned is not None:
-                self._uploads.copy(into, _slice(pinned, place.batch, heads, rows))
-                continue
-            buffer = self._uploads.acquire(into)
-            read_rows(source, place.batch, heads, rows, buffer)
-            self._uploads.copy(into, buffer)
-            self._uploads.release()
+        if isinstance(source, Tensor) and source.is_pinned():
+            self._uploads.copy(target, _slice(source, *place))
+        else:
+            for heads, rows, into in _cut(place, target):
+                buffer = self._uploads.acquire(into)
+                read_rows(source, place.batch, heads, rows, buffer)
+                self._uploads.copy(into, buffer)
+                self._uploads.release(buffer)
         copied = self._uploads.stream.record_event()
         torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -117,74 +117,60 @@ class GpuCopies(DeviceCopies):
     def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
         tensor, copies = sent.pop(), self._downloads
         copies.stream.wait_event(after)
-        pinned = target if isinstance(target, Tensor) and target.is_pinned() else None
-        waiting: list[tuple[range, range, Tensor, torch.cuda.Event]] = []
-
-        def write(heads: range, rows: range, buffer: Tensor, event: torch.cuda.Event) -> None:
-            event.synchronize()
-            write_rows(target, place.batch, heads, rows, buffer)
-
-        for heads, rows, values in _cut(place, tensor, is_staged=pinned is None):
-            if pinned is not None:
-                copies.copy(_slice(pinned, place.batch, heads, rows), values)
-                continue
-            buffer = copies.acquire(values)
-            copies.copy(buffer, values)
-            waiting.append((heads, rows, buffer, copies.release()))
-            # acquire() reuses a buffer once its copy is done: write its rows before that.
-            if len(waiting) == _NUM_STAGING_BUFFERS - 1:
-                write(*waiting.pop(0))
-        for each in waiting:
-            write(*each)
+        if isinstance(target, Tensor) and target.is_pinned():
+            copies.copy(_slice(target, *place), tensor)
+        else:
+            for heads, rows, values in _cut(place, tensor):
+                buffer = copies.acquire(values)
+                copies.copy(buffer, values)
+                copies.release(buffer, partial(write_rows, target, place.batch, heads, rows))
+            copies.finish()
         copies.stream.synchronize()  # the caller may read the target once this returns
 
 
 class _CopyStream:
-    """A CUDA stream for copies in one direction, with a ring of pinned staging buffers."""
+    """A CUDA stream for copies in one direction, with few pinned staging buffers at a time.
+
+    PyTorch's host allocator keeps the memory of staging buffers for the next ones.
+    """
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
-        self._buffers = [
-            torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            for _ in range(_NUM_STAGING_BUFFERS)
-        ]
-        self._used: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
-        self._next = 0
+        self._copies: list[tuple[torch.cuda.Event, Tensor, Callable[[Tensor], object]]] = []
+        """Copies of staging buffers, oldest first: event, buffer, and what to do with it then."""
 
     def copy(self, into: Tensor, values: Tensor) -> None:
         """Launch copies of ``[heads, rows, ...]`` on the stream, whose heads may lie apart."""
         with torch.cuda.stream(self.stream):
-            for of_head, new in zip(into, values, strict=True):
-                of_head.copy_(new, non_blocking=True)
+            for head_rows, new in zip(into, values, strict=True):
+                head_rows.copy_(new, non_blocking=True)
 
     def acquire(self, like: Tensor) -> Tensor:
-        """Wait for the next staging buffer of the ring, in the shape and dtype of ``like``."""
-        if (event := self._used[self._next]) is not None:
+        """Return a staging buffer in the shape and dtype of ``like``; may wait for others."""
+        self.finish(_NUM_STAGING_BUFFERS - 1)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def release(self, buffer: Tensor, use: Callable[[Tensor], object] = lambda _: None) -> None:
+        """Free a staging buffer after all copies launched so far and then ``use`` of it."""
+        self._copies.append((self.stream.record_event(), buffer, use))
+
+    def finish(self, num_left: int = 0) -> None:
+        """Wait for the oldest copies, and use their buffers, until so many are left."""
+        while len(self._copies) > num_left:
+            event, buffer, use = self._copies.pop(0)
             event.synchronize()
-        buffer = self._buffers[self._next][: like.numel() * like.element_size()]
-        return buffer.view(like.dtype).view(like.shape)
-
-    def release(self) -> torch.cuda.Event:
-        """Record an event after the copies of the buffer that was taken, and return it."""
-        event: torch.cuda.Event = self.stream.record_event()
-        self._used[self._next] = event
-        self._next = (self._next + 1) % _NUM_STAGING_BUFFERS
-        return event
+            use(buffer)
 
 
-def _cut(
-    place: RowsOfHeads, tensor: Tensor, *, is_staged: bool
-) -> Iterator[tuple[range, range, Tensor]]:
-    """Yield heads, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every copy.
+def _cut(place: RowsOfHeads, tensor: Tensor) -> Iterator[tuple[range, range, Tensor]]:
+    """Yield heads, rows and the part of ``tensor`` ``[heads, rows, ...]`` of every staged copy.
 
-    Copies through a staging buffer fit it: several heads with all rows, or some rows of a head.
+    Copies fit a staging buffer: several heads with all rows, or some rows of a head.
     """
-    number, length = len(place.heads), len(place.rows)
-    if is_staged:
-        row_bytes = tensor.shape[2:].numel() * tensor.element_size()
-        length = min(max(_STAGING_BYTES // row_bytes, 1), length)
-        number = max(_STAGING_BYTES // (row_bytes * length), 1)
-    for head in range(0, len(place.heads), max(number, 1)):
+    row_bytes = tensor.shape[2:].numel() * tensor.element_size()
+    length = min(max(_STAGING_BYTES // row_bytes, 1), len(place.rows))
+    number = max(_STAGING_BYTES // (row_bytes * max(length, 1)), 1)
+    for head in range(0, len(place.heads), number):
         for first in range(0, len(place.rows), max(length, 1)):
             part = tensor[head : head + number, first : first + length]
             yield place.heads[head : head + number], place.rows[first : first + length], part
