@@ -80,8 +80,8 @@ def agree(
         received = swap(control, message)
         columns = [received[i :: len(message)] for i in range(len(message))]
         failed, digests, numbers, exchanges, places, *shards = columns
-        alike = {*zip(digests, numbers, exchanges, strict=True)}, {*places} - {0}
-        if any(failed) or max(map(len, alike)) > 1:
+        calls_alike = len({*zip(digests, numbers, exchanges, strict=True)}) == 1
+        if any(failed) or not calls_alike or len({*places} - {0}) > 1:
             _explain(control, request, counts, place, error or calls.error)  # of a thread meanwhile
         seqlens_q, seqlens_kv, seeds, machines = shards
         return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
