@@ -11,8 +11,9 @@ from cqs.arguments import with_advice
 from cqs.executors import local_operator
 from cqs.executors.contract import attend
 from cqs.executors.known_calls import find_known
-from cqs.executors.local import LocalExecutor, make_call
+from cqs.executors.local import LocalExecutor
 from cqs.executors.observe import is_observed
+from cqs.executors.one_call import make_call
 from cqs.executors.operators import handle_of, plan_text, seed_of
 from cqs.partial import AttentionOutput
 from cqs.patterns import Pattern

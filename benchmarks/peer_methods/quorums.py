@@ -8,7 +8,6 @@ from torch import Tensor
 
 import cqs.distributed
 from benchmarks.peer_methods.differentiable import Differentiable
-from cqs.distributed import Strategy
 from cqs.problem import Problem
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import predict_ring
@@ -49,7 +48,7 @@ class Cqs(Differentiable):
             group=self.group,
             is_causal=self.is_causal,
             scale=self.worker.scale,
-            strategy=Strategy(self.head_parallel, max_bytes=limit),
+            strategy=cqs.distributed.Strategy(self.head_parallel, max_bytes=limit),
             backend=self.worker.backend,
         )
         assert isinstance(output, Tensor)

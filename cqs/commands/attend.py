@@ -115,9 +115,7 @@ def _attend_mapped(
             progress=sys.stderr.isatty(),
             into=Partial(output, lse),
         )
-        plans = (
-            Planned(part, part.make_plan(number), options.backend) for _, part in problem.parts()
-        )
+        plans = (Planned(p, p.make_plan(number), options.backend) for _, p in problem.parts())
         backends = dict.fromkeys(opened.name_backend(planned) for planned in plans)
         return f"tasks: {number}, backend: {', '.join(backends)}"
 

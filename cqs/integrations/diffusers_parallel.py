@@ -16,13 +16,7 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.distributed.agreement import (
-    Request,
-    agree,
-    control_group,
-    errors_shared,
-    swap,
-)
+from cqs.executors.distributed.agreement import Request, agree, control_group, errors_shared, swap
 from cqs.uncompiled import uncompiled
 
 

@@ -98,10 +98,8 @@ def register(
         local: Callable[..., Any] = attention if cluster is None else cluster.attention
         compute = partial(local, num_tasks=num_tasks, backend=backend)
     implementation = _Implementation(compute, sdpa_mask, group)
-    attend, mask = (
-        implementation.attend,
-        replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask),
-    )
+    attend = implementation.attend
+    mask = replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask)
     if not group is cluster is None:
         attend, mask = uncompiled(attend), uncompiled(implementation.mask)
     make_mask: Callable[..., Tensor] = mask

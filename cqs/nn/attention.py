@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import cqs.distributed
 from cqs.api import attention as attend
 from cqs.arguments import as_integer, to_float
-from cqs.distributed import Strategy
-from cqs.distributed import attention as attend_shards
 from cqs.nn.mesh import check_divisible, gather
 from cqs.patterns import Pattern, per_head
 from cqs.problem.masks import check_is_pattern
@@ -58,7 +57,7 @@ class SelfAttention(nn.Module):
         self.is_causal = is_causal
         self.pattern = None if pattern is None else self._of_own_heads(pattern)
         self.rope_theta = rope_theta
-        self.head_parallel = head_parallel
+        self.strategy = cqs.distributed.Strategy(head_parallel)
         self.query, self.key, self.value = (
             nn.Linear(hidden_size, number * self.head_dim, bias=False, **placement)
             for number in (num_heads, num_kv_heads, num_kv_heads)
@@ -87,8 +86,7 @@ class SelfAttention(nn.Module):
         compute: Callable[..., Any] = attend
         if self.mesh is not None:
             group = self.mesh.get_group("sequence")
-            strategy = Strategy(head_parallel=self.head_parallel)
-            compute = partial(attend_shards, group=group, strategy=strategy)
+            compute = partial(cqs.distributed.attention, group=group, strategy=self.strategy)
         output = compute(*heads, is_causal=self.is_causal, pattern=pattern)
         assert isinstance(output, Tensor)
         return self.merge(output)
