@@ -29,23 +29,16 @@ _EXECUTOR = LocalExecutor()
 
 
 def _attention_in_graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    enable_gqa: bool = True,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *positional: Any, **options: Any
 ) -> Any:
     """Call an operator in place of :func:`attention`."""
-    if not enable_gqa and key.shape[1] not in (1, query.shape[1]):
+    options.update(zip(("attn_mask", "dropout_p", "is_causal"), positional, strict=False))
+    if not options.get("enable_gqa", True) and key.shape[1] not in (1, query.shape[1]):
         return NotImplemented  # an error
-    pattern, scores = options.get("pattern"), options.get("scores")
-    verify = options.get("verify", False)
     query, key, value = autocast(query, key, value)
-    if attn_mask is not None:
+    pattern, scores = options.get("pattern"), options.get("scores")
+    dropout_p, verify = options.get("dropout_p", 0.0), options.get("verify", False)
+    if (attn_mask := options.get("attn_mask")) is not None:
         if query.ndim != 4 or key.ndim != 4:
             return NotImplemented  # an error
         batch = max(query.shape[0], key.shape[0], value.shape[0])
@@ -57,7 +50,8 @@ def _attention_in_graph(
     if is_eager:
         return NotImplemented
     handles = *tensors, handle_of(pattern), seed_of(dropout_p, options.get("seed"))
-    values = is_causal, options.get("scale"), softcap, bias_requires_grad, dropout_p
+    is_causal, scale = options.get("is_causal", False), options.get("scale")
+    values = is_causal, scale, softcap, bias_requires_grad, dropout_p
     choices = options.get("num_tasks"), plan_text(options.get("plan")), options.get("backend")
     output, lse = operator(query, key, value, *handles, *values, *choices, verify)
     return AttentionOutput(output, lse) if options.get("return_lse", False) else output

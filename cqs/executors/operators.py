@@ -5,8 +5,7 @@ of plans become names, and the random seed of dropout becomes a tensor.
 """
 
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,12 +117,6 @@ def _make_constant(make: Callable[..., Pattern], *args: Any, **kwargs: Any) -> P
     return make(*args, **kwargs)
 
 
-_function: Any
-for _function in (_are_constant, _is_exporting, _make_constant):
-    # As torch.compiler.assume_constant_result does, which imports the compiler.
-    _function._dynamo_marked_constant = True
-
-
 def read_pattern(handle: Tensor) -> Pattern:
     """Return the pattern of a handle."""
     pattern: Pattern = read_handle(handle.numpy())
@@ -183,12 +176,12 @@ def read_plan(text: str) -> Kind | str:
     return read_kind(literal_eval(text)) if text.startswith("{") else text
 
 
-def seed_of(dropout_p: float, seed: int | None) -> Tensor | None:
+def seed_of(probability: float, seed: int | None) -> Tensor | None:
     """Return the random seed in the graph that is being traced, int64 on the CPU.
 
     Without ``seed`` the graph draws one in every call, as an eager call does.
     """
-    if not dropout_p:
+    if not probability:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), device="cpu")
@@ -206,67 +199,20 @@ def as_raw(gradients: Gradients, *tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def define_attention(
-    name: str,
-    options: str,
-    attend: Callable[..., Sequence[Tensor]],
-    check: Callable[..., Sequence[Tensor]],
-    differentiate: Callable[..., tuple[Tensor, ...]],
-    tags: tuple[torch.Tag, ...] = (),
-) -> Any:
-    """Define an operator and its backward pass, which is an operator too.
+def place_in_graph() -> int:
+    """Return the number of calls so far in the graph that is being traced.
 
-    Args:
-        name: Name of the operator in ``torch.ops.cqs``.
-        options: Schema of the arguments after query, key, value, sinks, slopes, bias,
-            pattern and seed.
-        attend: Returns output and LSE.
-        check: Checks the arguments while a graph is traced; returns tensors without values.
-        differentiate: Computes the gradients of query, key, value, sinks and bias (of any shape if
-            they are not required) from that of the output, query, key, value, output, LSE and the
-            other arguments.
-        tags: Tags of both operators.
-
-    Returns:
-        The operator, a function.
+    Inductor may reorder independent calls by their sizes, which differ between ranks.
     """
-    tensors = "{}Tensor? sinks, Tensor? slopes, Tensor? bias, Tensor? pattern, Tensor? seed"
-    schema = f"Tensor query, Tensor key, Tensor value, {tensors}, {options}"
-    define: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(map(Tensor.contiguous, attend(*args)))
+    graph: Any = InstructionTranslator.current_tx().output
+    graph.num_sharded_calls = 1 + getattr(graph, "num_sharded_calls", 0)
+    place: int = graph.num_sharded_calls
+    return place
 
-    attention = define(f"cqs::{name}", forward, schema=f"({schema.format('')}) -> (Tensor, Tensor)")
-    given = schema.format("Tensor output, Tensor lse, ")
-    backward = define(
-        f"cqs::{name}_backward",
-        differentiate,
-        schema=f"(Tensor grad_output, {given}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    )
-    attention.register_fake(lambda *args: tuple(check(*args)))
 
-    def check_backward(_: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        of_scores = (
-            args[0].new_empty(0) if each is None else each.new_empty(each.shape)
-            for each in (args[5], args[7])
-        )
-        return *(each.new_empty(each.shape) for each in args[:3]), *of_scores
-
-    backward.register_fake(check_backward)
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:8])
-        ctx.mark_non_differentiable(output[1])
-        ctx.options = inputs[8:]
-
-    def differentiate_kept(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
-        output, lse, query, key, value, *handles = ctx.saved_tensors
-        operands = query, key, value, output, lse, *handles
-        *gradients, of_sinks, of_bias = backward(grad_output, *operands, *ctx.options)
-        of_sinks = None if handles[0] is None else of_sinks
-        of_bias = of_bias if ctx.needs_input_grad[5] else None
-        return *gradients, of_sinks, None, of_bias, *[None] * (2 + len(ctx.options))
-
-    attention.register_autograd(differentiate_kept, setup_context=keep)
-    return attention
+_function: Any
+for _function in (_are_constant, _is_exporting, _make_constant, place_in_graph):
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    _function._dynamo_marked_constant = True

@@ -239,7 +239,7 @@ def check_problem(
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    dropout = _check_dropout(options.get("dropout_p", 0.0), options.get("seed"))
+    dropout = _check_dropout(options)
     problem = Problem(query, key, value, is_causal, factor, dropout, pattern)
     if scores is None:
         return problem
@@ -247,7 +247,8 @@ def check_problem(
     return replace(problem, sinks=sinks, terms=terms)
 
 
-def _check_dropout(dropout_p: float, seed: int | None) -> Dropout | None:
+def _check_dropout(options: ProblemOptions) -> Dropout | None:
+    dropout_p, seed = options.get("dropout_p", 0.0), options.get("seed")
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")

@@ -10,10 +10,10 @@ from cqs.arguments import with_advice
 from cqs.executors.distributed.checked_call import CheckedCall, check_call
 from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
 from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
-from cqs.executors.distributed.operator import define_operator, place_in_graph
+from cqs.executors.distributed.operator import define_sharded_attention
 from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.distributed.strategy import Strategy
-from cqs.executors.operators import handle_of, plan_text, seed_of
+from cqs.executors.operators import handle_of, place_in_graph, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.problem.options import AttentionOptions
 from cqs.problem.scores import Scores, take_apart
@@ -140,7 +140,7 @@ def attention(
     return _attend(call, query)
 
 
-_operator = define_operator(attention)
+_operator = define_sharded_attention(attention)
 
 
 @uncompiled
