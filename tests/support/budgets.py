@@ -39,7 +39,7 @@ BUDGETS = {
     "cqs/worker/triton": Budget(3676, 536, 6),
     "cqs/executors": Budget(945, 161, 8),
     "cqs/executors/distributed": Budget(3610, 299, 22),
-    "cqs/executors/streaming": Budget(1357, 259, 16),
+    "cqs/executors/streaming": Budget(1311, 259, 16),
     "cqs/executors/ray": Budget(2812, 375, 17),
     "cqs/integrations": Budget(1630, 277, 15),
     "cqs/nn": Budget(355, 99, 3),
@@ -47,7 +47,7 @@ BUDGETS = {
     "cqs/report": Budget(843, 126, 7),
     "cqs/commands": Budget(965, 154, 6),
     "benchmarks": Budget(6816, 767, 0),
-    "tests": Budget(19_496, 520, 0),
+    "tests": Budget(19_493, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_184, "docs/notes": 18_056}
