@@ -16,7 +16,7 @@ from cqs.uncompiled import check_not_traced
 
 _BLOCK_ROWS = 16
 _ALIGNMENT = 16
-"""Bytes at whose multiples tensors start for which Triton compiles the same kernel."""
+"""Alignment in bytes: Triton compiles one kernel for all tensors that start at a multiple."""
 
 
 def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
@@ -36,10 +36,10 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     outputs = [partial.output for partial, _ in parts]
     lses, shifts = zip(*[_align(partial.lse) for partial, _ in parts], strict=True)
 
-    def make(output: Tensor, lse: Tensor, *of_parts: Tensor) -> Arguments:
+    def make(output: Tensor, lse: Tensor, *part_tensors: Tensor) -> Arguments:
         batch, num_heads, _, value_dim = output.shape
         num_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
-        outputs, lses = of_parts[:number], of_parts[number:]
+        outputs, lses = part_tensors[:number], part_tensors[number:]
         positional = (
             output,
             lse,
@@ -47,9 +47,9 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             lses,
             output.stride(),
             tuple(map(_encode, lse.stride())),
-            tuple([each.stride() for each in outputs]),
-            tuple([tuple(map(_encode, each.stride())) for each in lses]),
-            tuple([tuple(map(_encode, each)) for each in bounds]),
+            tuple([t.stride() for t in outputs]),
+            tuple([tuple(map(_encode, t.stride())) for t in lses]),
+            tuple([tuple(map(_encode, bound)) for bound in bounds]),
             tuple(map(_encode, shifts)),
             num_blocks,
             num_heads,
@@ -84,8 +84,8 @@ def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
             total,
             parts,
             total.stride(),
-            tuple([each.stride() for each in parts]),
-            tuple([tuple(map(_encode, each)) for each in bounds]),
+            tuple([t.stride() for t in parts]),
+            tuple([tuple(map(_encode, bound)) for bound in bounds]),
             num_blocks,
             num_heads,
             num_rows,
@@ -132,7 +132,7 @@ def _decode(number):
     do_not_specialize=["num_blocks", "num_heads", "num_rows"],
     do_not_specialize_on_alignment=["lse"],
 )
-def _merge(
+def _merge_kernel(
     output,
     lse,
     outputs,
@@ -221,7 +221,7 @@ def _merge(
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
-def _sum(
+def _sum_kernel(
     total,
     parts,
     total_strides,
@@ -273,4 +273,4 @@ def _sum(
     )
 
 
-_MERGE_LAUNCHER, _SUM_LAUNCHER = Launcher(_merge), Launcher(_sum)
+_MERGE_LAUNCHER, _SUM_LAUNCHER = Launcher(_merge_kernel), Launcher(_sum_kernel)

@@ -19,7 +19,7 @@ from cqs.report.exact import verify_gradients
 from cqs.report.rows import TaskBytes
 from cqs.report.settings import Settings
 from cqs.scheduler import Plan, Task
-from cqs.tiler.group import Part
+from cqs.tiler.group import GroupPart
 from cqs.worker import HeldTokens, Worker, choose_backend
 from cqs.worker.memory import measure_peak_bytes, predict_pattern_cost
 
@@ -94,7 +94,7 @@ class MeasuredPass:
             merged.output.zero_()
             merged.lse.fill_(-torch.inf)
             targets = merged, ()
-        parts: dict[Group, list[Part]] = defaultdict(list)
+        parts: dict[Group, list[GroupPart]] = defaultdict(list)
         for group, found in chain.from_iterable(each.items() for each in results):
             parts[group] += found
         for group, of_group in parts.items():

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from cqs.partial import Partial, merge_rows, sum_rows
 
-Part = tuple[slice, tuple[Tensor, ...]]
-"""Rows of a group, and what a task has computed for them: output and LSE, or gradients."""
+GroupPart = tuple[slice, tuple[Tensor, ...]]
+"""Rows of a group, and the results of a task for them: output and LSE, or gradients."""
 
 
-def merge_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
+def merge_group(parts: Sequence[GroupPart], answer: Sequence[Tensor]) -> None:
     """Merge partial outputs of one query group, in their order.
 
     Args:
@@ -21,7 +21,7 @@ def merge_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
     merge_rows(Partial(*answer), [(Partial(*tensors), rows) for rows, tensors in parts])
 
 
-def sum_group(parts: Sequence[Part], answer: Sequence[Tensor]) -> None:
+def sum_group(parts: Sequence[GroupPart], answer: Sequence[Tensor]) -> None:
     """Sum the gradient contributions to one group, in their order.
 
     Args:

@@ -28,7 +28,7 @@ from cqs.executors.ray.tasks.job import (
     TaskResults,
 )
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
-from cqs.tiler.group import Part
+from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
@@ -61,7 +61,7 @@ class TaskActor(ShardActor):
         """Number of the current run."""
         self._is_short = False
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
-        self._kept: dict[tuple[Group, int], list[Part]] = {}
+        self._kept: dict[tuple[Group, int], list[GroupPart]] = {}
         """Parts of the current run by group and task, until the group is merged here."""
         self._exported: ExportedMemory | None = None
         """Parts of the current run that other actors read; None before the first."""
@@ -257,7 +257,7 @@ class TaskActor(ShardActor):
         Returns:
             The merged tensors, and the first byte that is free after them.
         """
-        ordered: list[Part] = []
+        ordered: list[GroupPart] = []
         for task in call.tasks:
             if task in others:
                 ordered += self._receive(others[task])
@@ -323,7 +323,7 @@ class TaskActor(ShardActor):
             place.copy_(tensor)
         return [shared for _, shared in places]
 
-    def _receive(self, parts: _SentParts) -> list[Part]:
+    def _receive(self, parts: _SentParts) -> list[GroupPart]:
         """Return parts of another actor as tensors that kernels can read."""
         try:
             return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
@@ -356,5 +356,5 @@ class TaskActor(ShardActor):
             torch.cuda.synchronize(self._device)
 
 
-def _on_host(parts: Sequence[Part]) -> list[Part]:
+def _on_host(parts: Sequence[GroupPart]) -> list[GroupPart]:
     return [(rows, tuple(tensor.cpu() for tensor in part)) for rows, part in parts]

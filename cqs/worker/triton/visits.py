@@ -57,7 +57,7 @@ class VisitCounts(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether most tiles begin at the same block as the tile before, as causal ones do."""
+        """Return whether most tiles begin at the same block as the tile before, as causal ones."""
         return self.num_aligned > 0.6 * self.num_tiles
 
 
@@ -88,13 +88,13 @@ def count_visits(work: Work, num_queries: int, num_keys: int, most: int) -> Visi
         The numbers, or ``None`` if there are more visits, or a view has queries or keys with a
         step.
     """
-    views = list(_views(work))
+    views = list(_views_with_pairs(work))
     if any(view.queries.step != 1 or view.keys.step != 1 for view in views):
         return None
     num_tiles, num_blocks = -(-num_keys // TILE_KEYS), -(-num_queries // BLOCK_QUERIES)
     if sum(map(count_pairs, views)) > most * TILE_KEYS * BLOCK_QUERIES:
         return None
-    _, tile, block, _ = _cut(views, num_queries)
+    _, tile, block, _ = _cut_views(views, num_queries)
     visits = np.sort(tile * num_blocks + block)  # in a hundredth of the time of np.unique
     visits = visits[np.diff(visits, prepend=-1) > 0]
     if len(visits) > most:
@@ -121,13 +121,13 @@ def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
     Example:
         >>> from cqs.worker.work import BlockRow
         >>> view = View(range(0, 128), range(0, 256))
-        >>> found = make_visit_list(Work((BlockRow(view.queries, (view,)),)), 128, 256)
-        >>> found.starts.tolist(), found.visits.tolist()
+        >>> visit_list = make_visit_list(Work((BlockRow(view.queries, (view,)),)), 128, 256)
+        >>> visit_list.starts.tolist(), visit_list.visits.tolist()
         ([0, 2, 4], [[1, 0, -1, 0], [0, 0, -1, 0], [1, 1, -1, 0], [0, 1, -1, 0]])
     """
     num_tiles, num_blocks = -(-num_keys // TILE_KEYS), -(-num_queries // BLOCK_QUERIES)
-    views = list(_views(work))
-    view, tile, block, limits = _cut(views, num_queries)
+    views = list(_views_with_pairs(work))
+    view, tile, block, limits = _cut_views(views, num_queries)
     masks = _Masks(views)
     # One record for each part of a view in a tile and a block; parts of several views are united.
     order = np.lexsort((-block, tile))
@@ -136,20 +136,20 @@ def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
     is_new[1:] = (tile[1:] != tile[:-1]) | (block[1:] != block[:-1])
     firsts = np.flatnonzero(is_new)
     counts = np.diff(np.append(firsts, len(tile)))
-    mask = masks.of_parts(view, tile, block, limits, firsts, counts)
+    mask = masks.mask_numbers(view, tile, block, limits, firsts, counts)
     is_live = mask != _EMPTY
     tile, block, mask = tile[firsts][is_live], block[firsts][is_live], mask[is_live]
     visits = np.zeros((len(tile), VISIT_FIELDS), np.int32)
     visits[:, VISIT_BLOCK] = block
     visits[:, VISIT_MASK] = np.where(mask == _FULL, -1, mask * MASK_INTEGERS)
     by_block = np.lexsort((tile, block))
-    of_block = np.bincount(block, minlength=num_blocks)
-    visits[by_block, VISIT_TURN] = _count_within(of_block)
+    block_visits = np.bincount(block, minlength=num_blocks)
+    visits[by_block, VISIT_TURN] = _count_within(block_visits)
     starts = np.searchsorted(tile, np.arange(num_tiles + 1)).astype(np.int32)
-    return VisitList(starts, visits, masks.joined(), int((of_block == 0).sum()))
+    return VisitList(starts, visits, masks.joined(), int((block_visits == 0).sum()))
 
 
-def _views(work: Work) -> Iterator[View]:
+def _views_with_pairs(work: Work) -> Iterator[View]:
     """Yield the views of a work that have queries and keys."""
     for block_row in work.block_rows:
         for view in block_row.views:
@@ -173,7 +173,7 @@ _FULL, _EMPTY = -1, -2
 """Numbers of the masks of all pairs, and of none."""
 
 
-def _cut(
+def _cut_views(
     views: list[View], num_queries: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cut views at tiles and blocks.
@@ -233,7 +233,7 @@ class _Masks:
         self._numbers: dict[bytes, int] = {}
         self._by_limits: dict[tuple[tuple[int, ...], ...], int] = {}
 
-    def of_parts(
+    def mask_numbers(
         self,
         view: NDArray[np.int64],
         tile: NDArray[np.int64],
@@ -248,11 +248,11 @@ class _Masks:
             view: Index of each part's view.
             tile: Tile of each part.
             block: Block of each part.
-            limits: Limits of each part, see :func:`_cut`.
+            limits: Limits of each part, see :func:`_cut_views`.
             firsts: First part of each visit.
             counts: Number of parts of each visit, which are adjacent.
         """
-        found = np.full(len(firsts), _FULL, np.int64)
+        numbers = np.full(len(firsts), _FULL, np.int64)
         is_full = (
             (limits[:, :2] <= 0).all(1)
             & (limits[:, 2] <= 1 - BLOCK_QUERIES)
@@ -270,7 +270,7 @@ class _Masks:
                 mask = np.zeros((TILE_KEYS, BLOCK_QUERIES), bool)
                 for part in parts:
                     mask |= self._live(limits[part], int(view[part]), place)
-                found[visit] = self._add(mask)
+                numbers[visit] = self._add(mask)
                 continue
             signature = tuple(tuple(limits[part].tolist()) for part in parts)
             number = self._by_limits.get(signature)
@@ -279,8 +279,8 @@ class _Masks:
                 for part in parts:
                     mask |= self._live(limits[part], None, (0, 0))
                 number = self._by_limits[signature] = self._add(mask)
-            found[visit] = number
-        return found
+            numbers[visit] = number
+        return numbers
 
     def _live(
         self, limits: NDArray[np.int64], view: int | None, place: tuple[int, int]

@@ -16,7 +16,7 @@ from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
 from cqs.problem.score_terms import ScoreTerms
 from cqs.ranges import overlap
 from cqs.scheduler import Plan, Task
-from cqs.tiler.group import Part, merge_group, sum_group
+from cqs.tiler.group import GroupPart, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Group(NamedTuple):
     """The tokens."""
 
 
-TaskResults = dict[Group, list[Part]]
+TaskResults = dict[Group, list[GroupPart]]
 """Results of a task: parts of the merged result of each group."""
 
 
@@ -45,7 +45,7 @@ class Pass:
 
     compute: Callable[..., TaskResults]
     """Computes the parts of a task: ``attend_task`` or ``differentiate_task``."""
-    merge: Callable[[Sequence[Part], Sequence[Tensor]], None]
+    merge: Callable[[Sequence[GroupPart], Sequence[Tensor]], None]
     """Merges all parts of a group: :func:`merge_group` or :func:`sum_group`."""
 
 
