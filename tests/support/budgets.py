@@ -33,7 +33,7 @@ BUDGETS = {
     "cqs/patterns": Budget(1941, 220, 6),
     "cqs/scheduler": Budget(2295, 200, 8),
     "cqs/problem": Budget(921, 334, 12),
-    "cqs/partial": Budget(475, 198, 4),
+    "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
     "cqs/worker": Budget(1503, 285, 8),
     "cqs/worker/triton": Budget(3676, 536, 6),
