@@ -771,8 +771,8 @@ FAULTS = (
     Fault(
         "a step's causal square is computed in full",
         "worker/worker.py",
-        "for keys, is_causal in ((step.keys, False), (square, True)):",
-        "for keys, is_causal in ((step.keys, False), (square, False)):",
+        "[*calls, (step.queries, (square,), True)]",
+        "[*calls, (step.queries, (square,), False)]",
         "test_api.py::test_every_case_is_exact",
     ),
     Fault(

@@ -254,12 +254,7 @@ class Worker:
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        partials = []
-        square = () if step.causal_keys is None else (step.causal_keys,)
-        for keys, is_causal in ((step.keys, False), (square, True)):
-            if keys:
-                call = step.queries, keys, is_causal
-                partials.append(attend_call(*self._operands(backend, call, held)))
+        partials = [attend_call(*self._operands(backend, call, held)) for call in _step_calls(step)]
         return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(

@@ -199,15 +199,7 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
                 start, stop, _ = load_place(runs, number)
                 offset = load_offset(runs, number)
                 for k0 in range(start, stop, BLOCK):
-                    place = (
-                        mask_bits,
-                        no_run,
-                        steps,
-                        query_start,
-                        k0,
-                        load_offset(runs, number),
-                        0,
-                    )
+                    place = (mask_bits, no_run, steps, query_start, k0, offset, 0)
                     acc, grad_scores = _query_step(
                         tile, ring, i, first, acc, grad_scores, stats, slope, place, False, False
                     )

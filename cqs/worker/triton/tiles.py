@@ -182,14 +182,14 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     tiles_of_span = -(-(fields[:, 1] - fields[:, 0]) // tile_rows)
     first_bands = np.cumsum(fields[:, 4]) - fields[:, 4]
     span = np.repeat(np.arange(len(spans)), tiles_of_span)
-    starts = fields[span, 0] + _count_within(tiles_of_span) * tile_rows
+    starts = fields[span, 0] + count_within(tiles_of_span) * tile_rows
     stops = np.minimum(starts + tile_rows, fields[span, 1])
     residues, shifts, bands_of_tile = fields[span, 2:].T
 
     bands = np.array([band for span in spans for band in span.bands])
     tile = np.repeat(np.arange(len(span)), bands_of_tile)
     start, stop, low, high, bits_start, residue, offset = bands[
-        first_bands[span][tile] + _count_within(bands_of_tile)
+        first_bands[span][tile] + count_within(bands_of_tile)
     ].T
     # Columns that some row of the tile meets are live; those that every row meets are full.
     first_low, last_low = (row_step * row[tile] + low for row in (starts, stops - 1))
@@ -357,7 +357,7 @@ def _join_bands(bands: Iterable[Band]) -> tuple[Band, ...]:
     return tuple(joined)
 
 
-def _count_within(lengths: np.ndarray) -> np.ndarray:
+def count_within(lengths: np.ndarray) -> np.ndarray:
     """Return ``[0..n - 1 for each length n]``, concatenated."""
     starts = np.cumsum(lengths) - lengths
     numbers: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)

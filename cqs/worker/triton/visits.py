@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.views import View
+from cqs.worker.triton.tiles import count_within
 from cqs.worker.work import Work
 
 TILE_KEYS = 128
@@ -144,7 +145,7 @@ def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
     visits[:, VISIT_MASK] = np.where(mask == _FULL, -1, mask * MASK_INTEGERS)
     by_block = np.lexsort((tile, block))
     block_visits = np.bincount(block, minlength=num_blocks)
-    visits[by_block, VISIT_TURN] = _count_within(block_visits)
+    visits[by_block, VISIT_TURN] = count_within(block_visits)
     starts = np.searchsorted(tile, np.arange(num_tiles + 1)).astype(np.int32)
     return VisitList(starts, visits, masks.joined(), int((block_visits == 0).sum()))
 
@@ -195,7 +196,7 @@ def _cut_views(
     first_tile = fields[:, 2] // TILE_KEYS
     num_tiles = (fields[:, 3] - 1) // TILE_KEYS - first_tile + 1
     view = np.repeat(np.arange(len(views)), num_tiles)
-    tile = first_tile[view] + _count_within(num_tiles)
+    tile = first_tile[view] + count_within(num_tiles)
     q_start, q_stop, k_start, k_stop, low, high = fields[view].T
     first_key = np.maximum(k_start, tile * TILE_KEYS)
     last_key = np.minimum(k_stop, (tile + 1) * TILE_KEYS) - 1
@@ -206,7 +207,7 @@ def _cut_views(
         first_query <= last_query, last_query // BLOCK_QUERIES - first_block + 1, 0
     )
     part = np.repeat(np.arange(len(tile)), num_blocks)
-    block = first_block[part] + _count_within(num_blocks)
+    block = first_block[part] + count_within(num_blocks)
     view, tile = view[part], tile[part]
     q_start, q_stop, k_start, k_stop, low, high = fields[view].T
     key, query = tile * TILE_KEYS, block * BLOCK_QUERIES
@@ -332,9 +333,3 @@ class _Masks:
         bits[: len(masks), ..., : BLOCK_QUERIES // 4] = ordered
         integers = np.packbits(bits, axis=-1, bitorder="little").view("<i4")
         return integers.reshape(-1, MASK_INTEGERS).astype(np.int32)
-
-
-def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``[0..n - 1 for each length n]``, concatenated."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
