@@ -36,7 +36,7 @@ BUDGETS = {
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
     "cqs/worker": Budget(1498, 285, 8),
-    "cqs/worker/triton": Budget(3666, 536, 6),
+    "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(945, 161, 8),
     "cqs/executors/distributed": Budget(3610, 299, 22),
     "cqs/executors/streaming": Budget(1366, 259, 17),

@@ -232,7 +232,7 @@ class _Masks:
         self._views = views
         self._has_bits = np.array([view.bits is not None for view in views], bool)
         self._numbers: dict[bytes, int] = {}
-        self._by_limits: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._by_limits: dict[tuple[tuple[int, ...], ...] | None, int] = {}
 
     def mask_numbers(
         self,
@@ -266,25 +266,23 @@ class _Masks:
         for visit in np.flatnonzero(is_partial):
             first, count = firsts[visit], counts[visit]
             parts = range(first, first + count)
-            if self._has_bits[view[first : first + count]].any():
+            signature = None  # limits do not determine a mask with bits
+            if not self._has_bits[view[first : first + count]].any():
+                signature = tuple(tuple(limits[part].tolist()) for part in parts)
+            number = self._by_limits.get(signature)
+            if number is None:
                 place = int(tile[first]), int(block[first])
                 mask = np.zeros((TILE_KEYS, BLOCK_QUERIES), bool)
                 for part in parts:
                     mask |= self._live(limits[part], int(view[part]), place)
-                numbers[visit] = self._add(mask)
-                continue
-            signature = tuple(tuple(limits[part].tolist()) for part in parts)
-            number = self._by_limits.get(signature)
-            if number is None:
-                mask = np.zeros((TILE_KEYS, BLOCK_QUERIES), bool)
-                for part in parts:
-                    mask |= self._live(limits[part], None, (0, 0))
-                number = self._by_limits[signature] = self._add(mask)
+                number = self._add(mask)
+                if signature is not None:
+                    self._by_limits[signature] = number
             numbers[visit] = number
         return numbers
 
     def _live(
-        self, limits: NDArray[np.int64], view: int | None, place: tuple[int, int]
+        self, limits: NDArray[np.int64], view: int, place: tuple[int, int]
     ) -> NDArray[np.bool_]:
         """Return the live pairs of a part, bool ``[TILE_KEYS, BLOCK_QUERIES]``."""
         key, query = np.arange(TILE_KEYS)[:, None], np.arange(BLOCK_QUERIES)[None, :]
@@ -293,9 +291,8 @@ class _Masks:
         live: NDArray[np.bool_]
         live = (first_key <= key) & (key < key_stop) & (first_query <= query) & (query < query_stop)
         live &= (low <= distance) & (distance <= high)
-        bits = None if view is None else self._views[view].bits
-        if view is not None and bits is not None:
-            queries, keys, *_ = self._views[view]
+        queries, keys, _, _, bits = self._views[view]
+        if bits is not None:
             tile, block = place
             rows = range(
                 max(queries.start, block * BLOCK_QUERIES),
