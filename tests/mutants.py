@@ -197,15 +197,15 @@ FAULTS = (
     Fault(
         "a Triton merge loses the weight of earlier sums",
         "partial/fused_merge.py",
-        "sums = sums * old_weight + new_weight",
-        "sums = sums + new_weight",
+        "weights = weights * old_weight + new_weight",
+        "weights = weights + new_weight",
         "test_fused_merge.py::test_one_kernel_merges_as_one_by_one[1-dtype0-cpu]",
     ),
     Fault(
         "a Triton merge ignores where an LSE starts in memory",
         "partial/fused_merge.py",
-        "place += _decode(shifts[i])",
-        "place += 0",
+        " + _decode(shifts[i])",
+        "",
         "test_fused_merge.py::test_parts_may_start_anywhere_in_memory[1-cpu]",
     ),
     Fault(
@@ -706,8 +706,8 @@ FAULTS = (
     Fault(
         "the second call of a row replaces the first",
         "worker/calls.py",
-        "of_row.append((call, not has_result[rows].any()))",
-        "of_row.append((call, True))",
+        "row_calls.append((call, not has_result[rows].any()))",
+        "row_calls.append((call, True))",
         "test_sparse.py::test_joined_calls_are_exact[strided]",
     ),
     Fault(
@@ -763,30 +763,30 @@ FAULTS = (
     Fault(
         "gradients of keys of two steps replace each other",
         "worker/worker.py",
-        "gradients.key[:, :, rows] += of_key",
-        "gradients.key[:, :, rows] = of_key",
+        "gradients.key[:, :, rows] += grad_key",
+        "gradients.key[:, :, rows] = grad_key",
         "test_autograd.py::test_gradients_of_all_tasks_together_are_those_of_one_task; "
         "test_autograd.py::test_gradients_are_right",
     ),
     Fault(
         "a step's causal square is computed in full",
         "worker/worker.py",
-        "for keys, is_causal in ((step.keys, False), (square, True)):",
-        "for keys, is_causal in ((step.keys, False), (square, False)):",
+        "[*calls, (step.queries, (square,), True)]",
+        "[*calls, (step.queries, (square,), False)]",
         "test_api.py::test_every_case_is_exact",
     ),
     Fault(
         "views of causal squares count from row 0",
         "worker/work.py",
-        "found.append(View(rows, columns, high=columns.start - rows.start))",
-        "found.append(View(rows, columns, high=0))",
+        "views.append(View(rows, columns, high=columns.start - rows.start))",
+        "views.append(View(rows, columns, high=0))",
         "worker/test_tiles.py::test_every_pair_of_a_plan_is_visited_once",
     ),
     Fault(
         "rows that the CPU kernel loses have LSE 0",
         "worker/cpu.py",
-        "is_sound = found.lse.isfinite() & (found.lse != 0)",
-        "is_sound = found.lse.isfinite()",
+        "is_sound = partial.lse.isfinite() & (partial.lse != 0)",
+        "is_sound = partial.lse.isfinite()",
         "worker/test_not_finite.py::test_calls_of_the_cpu_kernel_on_any_number_of_keys; "
         "worker/test_not_finite.py::test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others",
     ),
@@ -800,8 +800,8 @@ FAULTS = (
     Fault(
         "held tokens are read from their positions",
         "worker/held_tokens.py",
-        "found.append(tensor[:, :, start - held.start : stop - held.start])",
-        "found.append(tensor[:, :, start:stop])",
+        "parts.append(tensor[:, :, start - held.start : stop - held.start])",
+        "parts.append(tensor[:, :, start:stop])",
         "worker/test_held_tokens.py",
     ),
     Fault(

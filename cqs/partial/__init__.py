@@ -73,7 +73,7 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
         ``[..., seqlen_q, value_dim]``.
     """
     blocks = zip(weights.split(SUM_BLOCK, dim=-1), value.split(SUM_BLOCK, dim=-2), strict=True)
-    products = (block @ of_keys for block, of_keys in blocks)
+    products = (block @ values for block, values in blocks)
     total: Tensor = next(products)
     for product in products:
         total += product
@@ -264,7 +264,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
                 f"partial {i} must not require gradients, got requires_grad=True: detach its "
                 "tensors, or call cqs.attention, which is differentiable"
             )
-    return merge_own([_with_empty_rows(each, f"partial {i}") for i, each in enumerate(partials)])
+    return merge_own([_with_empty_rows(part, f"partial {i}") for i, part in enumerate(partials)])
 
 
 def merge_own(partials: Sequence[Partial]) -> Partial:
@@ -297,9 +297,9 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     bounds = [rows.indices(num_rows)[:2] for _, rows in parts]
     for first, stop in pairwise(sorted({0, num_rows, *chain(*bounds)})):
         are_all = (first, stop) == (0, num_rows)
-        target = answer if are_all else _slice(answer, first, stop)
+        target = answer if are_all else _slice_rows(answer, first, stop)
         partials = [
-            partial if are_all else _slice(partial, first - start, stop - start)
+            partial if are_all else _slice_rows(partial, first - start, stop - start)
             for (partial, _), (start, end) in zip(parts, bounds, strict=True)
             if start <= first and stop <= end
         ]
@@ -372,7 +372,7 @@ def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
         total.copy_(sums)
 
 
-def _slice(partial: Partial, start: int, stop: int) -> Partial:
+def _slice_rows(partial: Partial, start: int, stop: int) -> Partial:
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
 
 

@@ -64,11 +64,11 @@ _FORMATS: dict[torch.dtype, tuple[Any, Any, Any]] = {
     torch.bfloat16: (np.uint16, _from_bfloat16, _to_bfloat16),
     torch.float16: (np.uint16, _from_float16, None),
 }
-"""Dtype -> what stands for it in NumPy, and functions that read an element and write one."""
+"""Dtype -> its NumPy dtype, and functions that read an element and write one."""
 
 
 @cache
-def _compile(part_dtype: torch.dtype, total_dtype: torch.dtype) -> Any:
+def _compile_loop(part_dtype: torch.dtype, total_dtype: torch.dtype) -> Any:
     """Return the loop over rows for the dtypes of the parts and of the total."""
     part_format, read, _ = _FORMATS[part_dtype]
     total_format, _, write = _FORMATS[total_dtype]
@@ -117,12 +117,12 @@ def add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
     tensors = [*(part if part.stride(-1) == 1 else part.contiguous() for part in parts), target]
     arguments: tuple[Any, ...] = (
         np.array([tensor.data_ptr() for tensor in tensors]),
-        np.array([[step * each.itemsize for step in each.stride()[:3]] for each in tensors]),
+        np.array([[step * t.itemsize for step in t.stride()[:3]] for t in tensors]),
         weights.flatten(1).numpy(),
         tuple(total.shape[1:]),
     )
     with FIRST_USE:
-        loop = _compile(parts[0].dtype, target.dtype)
+        loop = _compile_loop(parts[0].dtype, target.dtype)
         loop(*arguments, 0, 0)
     num_rows = total.shape[:3].numel()
     count = min(torch.get_num_threads(), len(parts) * total.numel() // _THREAD_ELEMENTS + 1)

@@ -140,7 +140,7 @@ class ScoreTerms:
         """Return the terms with zeros as sums of the gradients."""
         return replace(self, sums=tuple(torch.zeros_like(t, dtype=dtype) for t in self.leaves))
 
-    def of_pairs(
+    def pair_terms(
         self, device: torch.device, queries: Sequence[range], keys: Sequence[range]
     ) -> "PairTerms":
         """Return the terms of pairs of these positions, ascending ranges."""

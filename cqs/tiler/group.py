@@ -7,7 +7,7 @@ from torch import Tensor
 from cqs.partial import Partial, merge_rows, sum_rows
 
 GroupPart = tuple[slice, tuple[Tensor, ...]]
-"""Rows of a group, and what a task has computed for them: output and LSE, or gradients."""
+"""Rows of a group, and the results of a task for them: output and LSE, or gradients."""
 
 
 def merge_group(parts: Sequence[GroupPart], answer: Sequence[Tensor]) -> None:

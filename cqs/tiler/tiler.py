@@ -81,7 +81,7 @@ class Tiler:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Indices of the tasks that have not been added, ascending."""
+        """Return the indices of the tasks that have not been added, ascending."""
         return tuple(w for w in range(self._plan.num_tasks) if w not in self._added)
 
     def finish(self) -> Partial:

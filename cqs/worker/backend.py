@@ -1,4 +1,4 @@
-"""What a backend is: one kind of kernels that compute attention on one device."""
+"""Interface of a backend: one kind of kernels that compute attention on one device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,11 +50,12 @@ class CallBackend(Backend):
         """
         raise NotImplementedError
 
-    def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
+    def unsound_rows(self, partial: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows of a result that the kernels may have lost, or None if all are sound.
 
         Args:
-            found: The result of :meth:`attend`; rows without a live pair may be corrected in place.
+            partial: The result of :meth:`attend`; rows without a live pair may be corrected in
+                place.
             visible: The mask of the call, bool ``[seqlen_q, seqlen_kv]``, or None.
 
         Returns:
@@ -91,7 +92,7 @@ class TaskBackend(Backend):
         raise NotImplementedError
 
     def differentiate(
-        self, operands: TaskOperands, *of_queries: Tensor, **options: Any
+        self, operands: TaskOperands, *output_tensors: Tensor, **options: Any
     ) -> Sequence[Tensor]:
         """Compute gradients; see :func:`cqs.worker.triton.launch.gradients_of_block_rows`."""
         raise NotImplementedError

@@ -75,17 +75,17 @@ def choose_backend(
             gives the reason.
     """
 
-    def why_not(found: Backend) -> str | None:
-        if dropout is not None and not found.supports_dropout:
+    def why_not(candidate: Backend) -> str | None:
+        if dropout is not None and not candidate.supports_dropout:
             return "does not support dropout"
-        if pattern is not None and not found.supports_patterns:
+        if pattern is not None and not candidate.supports_patterns:
             return "does not support sparse patterns"
         names = frozenset() if terms is None else terms.names
-        if lacking := found.required_terms - names:
+        if lacking := candidate.required_terms - names:
             return f"requires scores with {', '.join(sorted(lacking))}"
-        if missing := names - found.supported_terms:
+        if missing := names - candidate.supported_terms:
             return f"does not support scores with {', '.join(sorted(missing))}"
-        return found.why_not(query, key, value)
+        return candidate.why_not(query, key, value)
 
     if backend is not None:
         check_backend_name(backend)

@@ -44,20 +44,20 @@ _AREA = 2**20
 their scores."""
 _MASKED_AREA = 2**24
 """Most pairs of all calls of a block row that have masks instead of leaving pairs out."""
-_SCORES = 2**22
+_RECOMPUTED_SCORES = 2**22
 """Most scores that the reference stores at a time when it computes rows again."""
 _LEAST_SQUARE = 64
 """Fewest rows of a causal square that gets a call of its own."""
 _PAIRS_OF_A_CALL, _PAIRS_OF_A_ROW = 2**14, 192
-"""Pairs of one masked call that take as long as what a call takes besides, and as a row of results
-takes where several calls make them.
+"""Fixed time of a call, and time to merge one row of results of several calls.
 
-So measured with 128 to 1024 tokens and 8 and 32 heads of 64 on 2 cores, as is the next factor; the
-choice that they give takes at most 1.18 times the better one, on average 1.007."""
+The unit is the time of one pair of a masked call. Both numbers and the next factor were measured
+with 128 to 1024 tokens and 8 and 32 heads of 64 on 2 cores. The calls chosen by them take at most
+1.18 times as long as the better choice, on average 1.007."""
 _PAIR_OF_ONE_VIEW = 1.5
 """Time of a pair of a call that is not joined with others, relative to one of a masked call."""
 _KEPT_PAIRS = 2**18
-"""Most pairs of a mask that is also kept in the form in which it is added to the scores."""
+"""Most pairs of a mask that is also kept as an additive mask."""
 
 
 _Place = tuple[int, slice]
@@ -81,7 +81,7 @@ class Call(NamedTuple):
             return iter([None])
         return product(range(batch), (slice(m, None, group_size) for m in range(group_size)))
 
-    def of_queries(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
+    def query_rows(self, tensor: Tensor, place: _Place | None, first: int = 0) -> Tensor:
         """Return the call's query rows of a tensor as a view of its memory.
 
         Args:
@@ -95,8 +95,8 @@ class Call(NamedTuple):
         """
         return self._select(tensor, place, self.view.queries, first)
 
-    def of_keys(self, tensor: Tensor, place: _Place | None) -> Tensor:
-        """Return the key rows of ``[batch, num_kv_heads, rows, ...]``; see :meth:`of_queries`."""
+    def key_rows(self, tensor: Tensor, place: _Place | None) -> Tensor:
+        """Return the key rows of ``[batch, num_kv_heads, rows, ...]``; see :meth:`query_rows`."""
         return self._select(tensor, place and place[0], self.view.keys, 0)
 
     def _select(self, tensor: Tensor, index: Any, tokens: range, first: int) -> Tensor:
@@ -111,12 +111,12 @@ class Call(NamedTuple):
             heads.storage_offset() + (tokens.start - first) * row_stride,
         )
 
-    def operands(self, of_call: Operands, place: _Place | None) -> Operands:
+    def operands(self, operands: Operands, place: _Place | None) -> Operands:
         """Return the operands with the call's rows of query, key and value alone."""
-        return of_call._replace(
-            query=self.of_queries(of_call.query, place),
-            key=self.of_keys(of_call.key, place),
-            value=self.of_keys(of_call.value, place),
+        return operands._replace(
+            query=self.query_rows(operands.query, place),
+            key=self.key_rows(operands.key, place),
+            value=self.key_rows(operands.value, place),
         )
 
     def visible(self, device: torch.device) -> Tensor | None:
@@ -127,7 +127,7 @@ class Call(NamedTuple):
         return mask.to(device)
 
     def addend(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as a backend for CPUs adds it to scores, or None if it is not kept."""
+        """Return the kept additive mask, or None if none is kept."""
         return None if self.mask is None else self.mask.addend(dtype)
 
 
@@ -140,7 +140,7 @@ class KeptMask:
         self._addends: dict[torch.dtype, Tensor] = {}
 
     def addend(self, dtype: torch.dtype) -> Tensor | None:
-        """Return 0 for live pairs and -inf for others, or None if the mask is large."""
+        """Return the additive mask, or None if the mask is large."""
         if self.visible.numel() > _KEPT_PAIRS:
             return None
         if dtype not in self._addends:
@@ -155,22 +155,22 @@ def make_calls(work: Work, *, joins_calls: bool) -> list[list[tuple[Call, bool]]
     Calls of one shape are joined if ``joins_calls``. Otherwise every view without bits is cut into
     strips, and no call is causal.
     """
-    found = []
+    all_calls = []
     for block_row in work.block_rows:
         if joins_calls:
-            calls = list(_join(call for view in block_row.views for call in _cut(view)))
+            calls = list(_join_calls(call for view in block_row.views for call in _cut_view(view)))
             calls = _with_masks(block_row, calls)
         else:
-            calls = [call for view in block_row.views for call in _strips(view)]
+            calls = [call for view in block_row.views for call in _cut_strips(view)]
         has_result = np.zeros(len(block_row.queries), dtype=bool)
-        of_row = []
+        row_calls = []
         for call in calls:
             queries = call.view.moved(-block_row.queries.start, 0).queries
             rows = np.array(queries) + call.stride * np.arange(call.number)[:, None]
-            of_row.append((call, not has_result[rows].any()))
+            row_calls.append((call, not has_result[rows].any()))
             has_result[rows] = True
-        found.append(of_row)
-    return found
+        all_calls.append(row_calls)
+    return all_calls
 
 
 def _with_masks(block_row: BlockRow, calls: list[Call]) -> list[Call]:
@@ -180,8 +180,8 @@ def _with_masks(block_row: BlockRow, calls: list[Call]) -> list[Call]:
         return calls
     keys = range(min(v.keys.start for v in views), max(v.keys[-1] for v in views) + 1)
     area = len(queries) * len(keys)
-    of_row = _PAIRS_OF_A_ROW if len(calls) > 1 else 0
-    if area > min(_MASKED_AREA, sum(_cost(call, of_row) for call in calls)):
+    row_cost = _PAIRS_OF_A_ROW if len(calls) > 1 else 0
+    if area > min(_MASKED_AREA, sum(_call_cost(call, row_cost) for call in calls)):
         return calls
     mask = np.zeros((len(queries), len(keys)), dtype=bool)
     for view in views:
@@ -201,16 +201,16 @@ def _masked_call(queries: range, keys: range, mask: NDArray[np.bool_]) -> Call:
     return Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))
 
 
-def _cost(call: Call, of_row: float) -> float:
-    """Return the number of pairs of a masked call that take as long as this call.
+def _call_cost(call: Call, row_cost: float) -> float:
+    """Return the time of a call, in pairs of a masked call.
 
     Args:
         call: The call.
-        of_row: The same for writing a row of results, besides computing it.
+        row_cost: Time to merge one row of results, in the same unit.
     """
     rows = call.number * len(call.view.queries)
-    of_pair = _PAIR_OF_ONE_VIEW if call.number == 1 else 1.0
-    return _PAIRS_OF_A_CALL + rows * (of_row + of_pair * len(call.view.keys))
+    pair_cost = _PAIR_OF_ONE_VIEW if call.number == 1 else 1.0
+    return _PAIRS_OF_A_CALL + rows * (row_cost + pair_cost * len(call.view.keys))
 
 
 def with_kept_mask(call: Call) -> Call:
@@ -228,12 +228,12 @@ def is_one_call(queries: range, calls: Sequence[tuple[Call, bool]]) -> bool:
 
 
 def attend_call(backend: CallBackend, operands: Operands) -> Partial:
-    """Compute output and LSE of one call; the reference computes again what the kernels lose."""
-    found = backend.attend(operands)
-    unsound = backend.unsound_rows(found, operands.visible)
+    """Compute output and LSE of one call; the reference recomputes rows that the kernels lose."""
+    partial = backend.attend(operands)
+    unsound = backend.unsound_rows(partial, operands.visible)
     if unsound is not None:
-        _compute_again(found, unsound, operands)
-    return found
+        _compute_again(partial, unsound, operands)
+    return partial
 
 
 def attend_calls(backend: CallBackend, operands: TaskOperands) -> list[Partial]:
@@ -251,8 +251,8 @@ def attend_calls(backend: CallBackend, operands: TaskOperands) -> list[Partial]:
     joins_calls = backend.joins_calls and operands.terms is None
     calls = make_calls(operands.work, joins_calls=joins_calls)
     return [
-        _attend_block_row(row.queries, of_row, backend, operands)
-        for row, of_row in zip(operands.work.block_rows, calls, strict=True)
+        _attend_block_row(row.queries, row_calls, backend, operands)
+        for row, row_calls in zip(operands.work.block_rows, calls, strict=True)
     ]
 
 
@@ -275,13 +275,13 @@ def _attend_block_row(
         query.new_full(shape, -torch.inf, dtype=dtype),
     )
     for call, is_first in calls:
-        of_call = _with_options(operands, call)
+        call_operands = _with_options(operands, call)
         for place in call.places(batch, num_heads // key.shape[1]):
-            found = attend_call(backend, call.operands(of_call, place))
-            rows = Partial(*(call.of_queries(part, place, first) for part in answer))
+            partial = attend_call(backend, call.operands(call_operands, place))
+            rows = Partial(*(call.query_rows(part, place, first) for part in answer))
             if not is_first:
-                found = merge_own([rows, Partial(found.output.to(dtype), found.lse)])
-            for target, part in zip(rows, found, strict=True):
+                partial = merge_own([rows, Partial(partial.output.to(dtype), partial.lse)])
+            for target, part in zip(rows, partial, strict=True):
                 target.copy_(part)
     return Partial(answer.output.to(query.dtype), answer.lse)
 
@@ -290,7 +290,7 @@ def add_call_gradients(
     backend: CallBackend,
     gradients: Gradients,
     operands: TaskOperands,
-    *of_queries: Tensor,
+    *output_tensors: Tensor,
 ) -> None:
     """Add the contribution of the live pairs of all block rows to the gradients, in place.
 
@@ -298,44 +298,44 @@ def add_call_gradients(
         backend: The backend that computes the calls.
         gradients: Sums that are added to, in the shapes of ``query``, ``key`` and ``value``.
         operands: All rows of query, key and value, and the work and options of all calls.
-        of_queries: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``; output of the
-            whole problem, in the same shape; and its LSE, ``[batch, num_heads, rows_q]``.
+        output_tensors: Gradient of the output, ``[batch, num_heads, rows_q, value_dim]``; output of
+            the whole problem, in the same shape; and its LSE, ``[batch, num_heads, rows_q]``.
     """
-    *outputs, lse = of_queries
-    of_queries = *outputs, lse_for_gradients(lse)
+    *outputs, lse = output_tensors
+    output_tensors = *outputs, lse_for_gradients(lse)
     batch, num_heads, _, _ = operands.query.shape
     joins_calls = backend.joins_calls and operands.terms is None
     calls = make_calls(operands.work, joins_calls=joins_calls)
     for call, _ in chain.from_iterable(calls):
-        of_call = _with_options(operands, call)
+        call_operands = _with_options(operands, call)
         for place in call.places(batch, num_heads // operands.key.shape[1]):
-            rows = (call.of_queries(each, place) for each in of_queries)
-            found = backend.differentiate(call.operands(of_call, place), *rows)
-            call.of_queries(gradients.query, place).add_(found[0])
-            for target, part in zip(gradients[1:], found[1:], strict=True):
+            rows = (call.query_rows(tensor, place) for tensor in output_tensors)
+            call_gradients = backend.differentiate(call.operands(call_operands, place), *rows)
+            call.query_rows(gradients.query, place).add_(call_gradients[0])
+            for target, part in zip(gradients[1:], call_gradients[1:], strict=True):
                 if place is None:
-                    call.of_keys(target, place).add_(part)
+                    call.key_rows(target, place).add_(part)
                     continue
                 for i, one in enumerate(part.unbind(1)):  # key rows of views may overlap
                     tokens = call.view.moved(0, i * call.stride).keys
                     target[place[0], :, tokens.start : tokens.stop : tokens.step].add_(one)
 
 
-def _compute_again(found: Partial, is_wanted: Tensor, operands: Operands) -> None:
-    """Recompute some rows of ``found`` with the reference, in place.
+def _compute_again(partial: Partial, is_wanted: Tensor, operands: Operands) -> None:
+    """Recompute some rows of ``partial`` with the reference, in place.
 
     Args:
-        found: Output and LSE of the call.
+        partial: Output and LSE of the call.
         is_wanted: Rows to recompute, bool ``[batch, num_heads, seqlen_q]``.
         operands: Tensors and options of the call.
     """
     rows = is_wanted.any(dim=(0, 1)).nonzero().squeeze(-1)
-    for strip in rows.split(max(_SCORES // operands.scores_of_row, 1)):
+    for strip in rows.split(max(_RECOMPUTED_SCORES // operands.scores_of_row, 1)):
         again = REFERENCE.attend(operands.rows(strip))
         wanted = is_wanted[:, :, strip]
         where = wanted.nonzero(as_tuple=True)
         place = where[0], where[1], strip[where[2]]
-        for target, values in zip(found, again, strict=True):
+        for target, values in zip(partial, again, strict=True):
             target[place] = values[wanted]
 
 
@@ -355,20 +355,20 @@ def _with_options(operands: TaskOperands, call: Call) -> Operands:
     queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
     if terms is not None:
         terms = terms.select(queries, keys)
-    of_call = Operands(query, key, value, call.is_causal, scale, visible, terms=terms)
+    call_operands = Operands(query, key, value, call.is_causal, scale, visible, terms=terms)
     if dropout is None or bits is None:
-        return of_call
+        return call_operands
     bits = DropoutBits(bits.multiplier[..., queries], bits.increment[..., queries], bits.key[keys])
-    return of_call._replace(kept=dropout.kept(bits), keep_scale=dropout.scale)
+    return call_operands._replace(kept=dropout.kept(bits), keep_scale=dropout.scale)
 
 
-def _cut(view: View) -> Iterator[Call]:
+def _cut_view(view: View) -> Iterator[Call]:
     """Cut a view into calls at the rows where an end of its band begins to mask out keys."""
     queries, keys = view.queries, view.keys
     if view.bits is not None or view.is_full:
         yield Call(view)
     elif queries.step != keys.step:
-        yield from _strips(view)
+        yield from _cut_strips(view)
     else:  # row a attends to the keys numbered low + a to high + a
         apart = queries.start - keys.start
         low, high = -((-view.low - apart) // keys.step), (view.high + apart) // keys.step
@@ -395,7 +395,7 @@ def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
     if not (begins_late or ends_early):
         yield Call(View(queries, keys))
     elif begins_late == ends_early or len(queries) < _LEAST_SQUARE:
-        yield from _strips(view)
+        yield from _cut_strips(view)
     elif ends_early:
         split = start + high
         if split:
@@ -404,10 +404,10 @@ def _cut_alike(view: View, start: int, low: int, high: int) -> Iterator[Call]:
     else:
         split = start + low + len(queries) - 1
         yield Call(View(queries, keys[split:]))
-        yield from _strips(view._replace(keys=keys[:split]))
+        yield from _cut_strips(view._replace(keys=keys[:split]))
 
 
-def _strips(view: View) -> Iterator[Call]:
+def _cut_strips(view: View) -> Iterator[Call]:
     """Cut a view into calls of ``_STRIP`` queries, or of about ``_AREA`` pairs if dense.
 
     If keys have gaps, calls are seldom of one shape, and r more queries add r / gap keys to each.
@@ -446,7 +446,7 @@ def _are_apart(queries: range, farthest: int, stride: int) -> bool:
     return stride >= len(queries) * queries.step or 0 < farthest < queries.step
 
 
-def _join(calls: Iterable[Call]) -> Iterator[Call]:
+def _join_calls(calls: Iterable[Call]) -> Iterator[Call]:
     """Join calls of one shape whose first queries are an arithmetic progression."""
     alike: defaultdict[Any, list[Call]] = defaultdict(list)
     for i, call in enumerate(calls):

@@ -87,7 +87,7 @@ class _Cpu(CallBackend):
             output = output.contiguous()  # without the memory of the padding
         return Partial(output, lse)
 
-    def unsound_rows(self, found: Partial, visible: Tensor | None) -> Tensor | None:
+    def unsound_rows(self, partial: Partial, visible: Tensor | None) -> Tensor | None:
         """Return the rows that are not finite or have LSE 0; set those without a live pair.
 
         Where the kernel's sum of values overflows, a row stays infinite or NaN, as in PyTorch.
@@ -95,20 +95,20 @@ class _Cpu(CallBackend):
         # Most calls are sound. Rows that the kernel loses, into which a score leaks, or without a
         # live pair get LSE 0, inf or NaN. A value that is not finite reaches the last row, for
         # which the kernel skips no key. Norms find them sooner than other operators of PyTorch.
-        least = vector_norm(found.lse, -torch.inf).item()
-        has_lse = least > 0 and isfinite(vector_norm(found.lse, torch.inf).item())
-        if has_lse and isfinite(vector_norm(found.output.select(2, -1), torch.inf).item()):
+        least = vector_norm(partial.lse, -torch.inf).item()
+        has_lse = least > 0 and isfinite(vector_norm(partial.lse, torch.inf).item())
+        if has_lse and isfinite(vector_norm(partial.output.select(2, -1), torch.inf).item()):
             return None
-        is_sound = found.lse.isfinite() & (found.lse != 0)
+        is_sound = partial.lse.isfinite() & (partial.lse != 0)
         if visible is not None:
             is_blind = ~visible.any(dim=-1)
-            found.output.masked_fill_(is_blind.unsqueeze(-1), 0)
-            found.lse.masked_fill_(is_blind, -torch.inf)
+            partial.output.masked_fill_(is_blind.unsqueeze(-1), 0)
+            partial.lse.masked_fill_(is_blind, -torch.inf)
             is_sound |= is_blind
-        extremes = torch.stack(found.output.aminmax())
+        extremes = torch.stack(partial.output.aminmax())
         if is_sound.all() and extremes.isfinite().all():
             return None
-        return ~(is_sound & found.output.isfinite().all(dim=-1))
+        return ~(is_sound & partial.output.isfinite().all(dim=-1))
 
     def differentiate(
         self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
@@ -119,11 +119,11 @@ class _Cpu(CallBackend):
         positive_query, positive_scale = with_positive_scale(query, scale)
         if visible is not None:  # NaN in a query without a live pair must not reach the keys
             positive_query = positive_query.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
-        of_queries = [grad_output, positive_query, output]
+        query_tensors = [grad_output, positive_query, output]
         if num_padding:
-            of_queries = [_pad(each, num_padding) for each in of_queries]
+            query_tensors = [_pad(tensor, num_padding) for tensor in query_tensors]
             lse = _pad(lse.unsqueeze(-1), num_padding, value=torch.inf).squeeze(-1)  # P = 0
-        padded_grad, padded_query, padded_output = with_adjacent_columns(*of_queries)
+        padded_grad, padded_query, padded_output = with_adjacent_columns(*query_tensors)
         grad_query, grad_key, grad_value = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 padded_grad,
@@ -146,7 +146,7 @@ CPU = _Cpu()
 
 
 def padding_rows(num_queries: int) -> int:
-    """Return how many rows to append to the queries so that no block has too few."""
+    """Return the number of rows to append to the queries so that no block has too few."""
     last_block = num_queries % _BLOCK
     return max(_LEAST_ROWS - last_block, 0) if last_block else 0
 
@@ -159,7 +159,7 @@ def _pad(tensor: Tensor, num_rows: int, num_columns: int = 0, value: float = 0.0
 
 
 def _addend(operands: Operands, num_padding: int) -> Tensor | None:
-    """Return what the kernel adds to the scores: bias, and -inf for pairs that are masked out.
+    """Return the additive mask of the kernel: bias, and -inf for pairs that are masked out.
 
     Returns:
         ``[queries, keys]`` or ``[1 or batch, 1 or num_heads, queries, keys]``, with the padding

@@ -34,9 +34,10 @@ def check_not_captured(device: torch.device) -> None:
 
 
 def outside_of_graphs(make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returns; CUDA graphs do not reuse the memory of its tensors.
+    """Return the result of ``make``; CUDA graphs do not reuse the memory of its tensors.
 
-    Those of torch.compile own what the calling thread allocates: another thread calls ``make``.
+    Graphs of torch.compile own all memory that the calling thread allocates: another thread calls
+    ``make``.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
@@ -62,9 +63,9 @@ def cached_on_device(
 
     @wraps(make_anew)
     def find(device: torch.device, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        found = make_anew(device, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
+        value = make_anew(device, *args, **kwargs)  # type: ignore[arg-type]  # they are hashable
         if is_captured(device):
-            _replayed[id(found)] = found
-        return found
+            _replayed[id(value)] = value
+        return value
 
     return find

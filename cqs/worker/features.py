@@ -1,4 +1,4 @@
-"""The table of features by backend, from what the backends say about themselves."""
+"""The table of features by backend, from the attributes of the backends."""
 
 from collections.abc import Callable
 

@@ -27,7 +27,7 @@ _HEAD_DIMS = range(32, 257, 32)
 _LARGEST_HEAD_DIM = {9: 256, 10: 128, 11: 128}
 """Largest head_dim by compute capability. The kernels for 10.x and 11.x were never run here."""
 
-_TILE = 128
+_SQUARE_TILE = 128
 """Causal squares are cut at a multiple of this number of rows."""
 _LONGEST_SQUARE = 32_768
 """Most rows of a causal square that the backward kernel computes in one call. Longer squares take
@@ -74,27 +74,27 @@ class _Flash(CallBackend):
         query, key, value, is_causal, scale, *_ = operands
         # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
         positive_query, positive_scale = with_positive_scale(query, scale)
-        of_queries = (
+        query_tensors = (
             positive_query,
             grad_output,
             output,
             lse.masked_fill(lse == -torch.inf, torch.inf),
         )
-        of_keys = key, value
+        key_tensors = key, value
         if not is_causal or query.shape[2] <= _LONGEST_SQUARE:
-            found = _gradients(of_queries, of_keys, is_causal, positive_scale)
+            grads = _gradients(query_tensors, key_tensors, is_causal, positive_scale)
         else:
-            found = tuple(map(_new_sum, (query, key, value)))
+            grads = tuple(map(_new_sum, (query, key, value)))
             for rows, columns in _cut_square(range(query.shape[2])):
                 parts = _gradients(
-                    [tensor[:, :, rows.start : rows.stop] for tensor in of_queries],
-                    [tensor[:, :, columns.start : columns.stop] for tensor in of_keys],
+                    [tensor[:, :, rows.start : rows.stop] for tensor in query_tensors],
+                    [tensor[:, :, columns.start : columns.stop] for tensor in key_tensors],
                     rows == columns,
                     positive_scale,
                 )
-                for total, part, tokens in zip(found, parts, (rows, columns, columns), strict=True):
+                for total, part, tokens in zip(grads, parts, (rows, columns, columns), strict=True):
                     total[:, :, tokens.start : tokens.stop] += part
-        grad_query, grad_key, grad_value = found
+        grad_query, grad_key, grad_value = grads
         return with_sign_of(scale, grad_query), grad_key, grad_value
 
 
@@ -108,7 +108,7 @@ def _cut_square(tokens: range) -> Iterator[tuple[range, range]]:
     if len(tokens) <= _LONGEST_SQUARE:
         yield tokens, tokens
         return
-    half = len(tokens) // 2 // _TILE * _TILE
+    half = len(tokens) // 2 // _SQUARE_TILE * _SQUARE_TILE
     first, second = tokens[:half], tokens[half:]
     yield from _cut_square(first)
     yield second, first
@@ -122,20 +122,20 @@ def _new_sum(tensor: Tensor) -> Tensor:
 
 
 def _gradients(
-    of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], is_causal: bool, scale: float
+    query_tensors: Sequence[Tensor], key_tensors: Sequence[Tensor], is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """Call the backward kernels.
 
     Args:
-        of_queries: Query, gradient of the output, output and LSE.
-        of_keys: Key and value.
+        query_tensors: Query, gradient of the output, output and LSE.
+        key_tensors: Key and value.
         is_causal: Whether the call is a causal square.
         scale: Positive factor on the scores.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    query, grad_output, output, lse = of_queries
-    tensors = query, *of_keys, output, grad_output
+    query, grad_output, output, lse = query_tensors
+    tensors = query, *key_tensors, output, grad_output
     with torch.cuda.device_of(query):
         gradients = _flash_attn_bwd(
             *(tensor.transpose(1, 2) for tensor in tensors),

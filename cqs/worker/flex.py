@@ -22,8 +22,8 @@ _LEAST_HEAD_DIM = 16
 class _Flex(CallBackend):
     """FlexAttention; each call has a kernel for its score function.
 
-    It does not compute the gradients of what the function reads, because PyTorch adds them up in a
-    nondeterministic order.
+    It does not compute gradients of tensors that the function reads, because PyTorch adds them up
+    in a nondeterministic order.
     """
 
     name = "flex"
@@ -40,7 +40,7 @@ class _Flex(CallBackend):
         return None if has_triton() else "requires Triton, which is not installed"
 
     def attend(self, operands: Operands) -> Partial:
-        return _attend(operands, operands.query, operands.key, operands.value)
+        return _attend_compiled(operands, operands.query, operands.key, operands.value)
 
     def differentiate(
         self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
@@ -54,12 +54,12 @@ class _Flex(CallBackend):
         tensors = operands.query, operands.key, operands.value
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         with torch.enable_grad():
-            part, part_lse = _attend(operands, *leaves)
+            part, part_lse = _attend_compiled(operands, *leaves)
         weights = torch.exp(part_lse.detach() - lse)
-        of_rows = ((part.detach().float() - output.float()) * grad_output.float()).sum(-1)
+        row_sums = ((part.detach().float() - output.float()) * grad_output.float()).sum(-1)
         grad_part = (weights.unsqueeze(-1) * grad_output).to(part.dtype)
         query, key, value = torch.autograd.grad(
-            (part, part_lse), leaves, (grad_part, weights * of_rows)
+            (part, part_lse), leaves, (grad_part, weights * row_sums)
         )
         return query, key, value
 
@@ -67,7 +67,7 @@ class _Flex(CallBackend):
 FLEX = _Flex()
 
 
-def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+def _attend_compiled(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Partial:
     from torch.nn.attention.flex_attention import AuxRequest
 
     pairs = operands.terms
@@ -82,7 +82,7 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
         query.dtype,
         query.requires_grad,
     )
-    output, aux = _compile(kind)(
+    output, aux = _compile_kind(kind)(
         query,
         key,
         value,
@@ -95,7 +95,7 @@ def _attend(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Pa
 
 
 @lru_cache(maxsize=128)
-def _compile(kind: Hashable) -> Callable[..., Any]:
+def _compile_kind(kind: Hashable) -> Callable[..., Any]:
     """Return compiled FlexAttention for calls of one kind.
 
     PyTorch limits the number of compilations of a code object. Each kind has one of its own.
@@ -106,8 +106,8 @@ def _compile(kind: Hashable) -> Callable[..., Any]:
         return flex_attention(*args, **options)
 
     own = FunctionType(attend.__code__.replace(), globals(), "attend", None, attend.__closure__)
-    found: Callable[..., Any] = torch.compile(own, fullgraph=True)
-    return found
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
+    return compiled
 
 
 def _score_mod_of(pairs: PairTerms, operands: Operands) -> Callable[..., Tensor]:
@@ -142,7 +142,7 @@ def _score_mod_of(pairs: PairTerms, operands: Operands) -> Callable[..., Tensor]
             batch = batch + first_batch
         if first_head:
             head = head + first_head
-        found: Tensor = score_mod(score, batch, head, queries[row], keys[column])
-        return torch.where(row >= column, found, -torch.inf) if is_causal else found
+        modified: Tensor = score_mod(score, batch, head, queries[row], keys[column])
+        return torch.where(row >= column, modified, -torch.inf) if is_causal else modified
 
     return function

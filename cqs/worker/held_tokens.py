@@ -47,12 +47,12 @@ class HeldTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tokens that are held."""
+        """Return the bytes of all tokens that are held."""
         return sum(tensor.nbytes for _, tensor in self._split())
 
     @property
     def sample(self) -> Tensor:
-        """A tensor of some tokens, with the dtype, the device and every dimension except seqlen.
+        """Return a tensor of some tokens, with the dtype, device and all dimensions except seqlen.
 
         Raises:
             KeyError: No tokens are held.
@@ -85,19 +85,19 @@ class HeldTokens:
         Raises:
             KeyError: A token is not held.
         """
-        found, pieces = [], self._pieces or self._split()
+        parts, pieces = [], self._pieces or self._split()
         for tokens in ranges:
             start = tokens.start
             for held, tensor in pieces:
                 if held == tokens:
-                    found.append(tensor)
+                    parts.append(tensor)
                     break
                 if held.start <= start < held.stop:
                     stop = min(held.stop, tokens.stop)
-                    found.append(tensor[:, :, start - held.start : stop - held.start])
+                    parts.append(tensor[:, :, start - held.start : stop - held.start])
                     start = stop
                     if start == tokens.stop:
                         break
             else:
                 raise KeyError(f"tokens {start}..{tokens.stop} are not held")
-        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

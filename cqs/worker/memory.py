@@ -22,7 +22,7 @@ from cqs.worker.work import BlockRow, Work, make_work
 
 Result = TypeVar("Result")
 
-_TILE = 128
+_PREDICTED_TILE = 128
 """Rows of a tile and columns of a block that predictions of the Triton backend assume."""
 _SHARE_OF_GPU, _SHARE_OF_HOST = 0.9, 0.5
 """Fractions of the free memory that a call may take."""
@@ -69,8 +69,8 @@ def measure_peak_bytes(compute: Callable[[], Result], device: torch.device) -> t
 
 
 def _requested(device: torch.device, when: str) -> int:
-    found = torch.cuda.memory_stats_as_nested_dict(device)  # memory_stats sorts it too
-    return int(found["requested_bytes"]["all"][when]) if found else 0
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)  # memory_stats sorts it too
+    return int(statistics["requested_bytes"]["all"][when]) if statistics else 0
 
 
 class _MemoryProfile(profile):
@@ -125,19 +125,19 @@ def predict_pattern_cost(
     peak = 0
     if backend is not None:
         work = make_work(task.steps, pattern, task.held_queries, task.held_keys)
-        found = BACKENDS[backend]
-        if not isinstance(found, CallBackend):
-            peak = _bytes_of_launches(task, work, shape)
+        chosen = BACKENDS[backend]
+        if not isinstance(chosen, CallBackend):
+            peak = _launch_bytes(task, work, shape)
         else:
             returned = 0
-            calls = make_calls(work, joins_calls=found.joins_calls)
-            for block_row, of_row in zip(work.block_rows, calls, strict=True):
-                peak = max(peak, returned + _bytes_of_block_row(block_row, of_row, shape, found))
+            calls = make_calls(work, joins_calls=chosen.joins_calls)
+            for block_row, row_calls in zip(work.block_rows, calls, strict=True):
+                peak = max(peak, returned + _block_row_bytes(block_row, row_calls, shape, chosen))
                 returned += shape.result_bytes(len(block_row.queries))
     return predict_cost(task, shape, backend, pattern_bytes=peak)
 
 
-def _bytes_of_block_row(
+def _block_row_bytes(
     block_row: BlockRow,
     calls: Sequence[tuple[Call, bool]],
     shape: AttentionShape,
@@ -145,23 +145,23 @@ def _bytes_of_block_row(
 ) -> int:
     """Return the peak bytes of the calls of a block row, including the result they merge into.
 
-    While a call computes, what the one before returned is still there.
+    While a call computes, the result of the call before is still allocated.
     """
     before = peak = 0
     if is_one_call(block_row.queries, calls):
         rows = shape.batch * shape.num_heads * len(block_row.queries)
-        return _bytes_of_call(calls[0][0], rows, shape, backend.name)[0]
+        return _call_bytes(calls[0][0], rows, shape, backend.name)[0]
     for call, is_first in calls:
         rows, num_calls = shape.batch * shape.num_heads * len(call.view.queries), 1
         if call.number > 1:
             num_calls = shape.batch * shape.num_heads // shape.kv_heads
             rows = rows // num_calls * call.number
-        computing, found = _bytes_of_call(call, rows, shape, backend.name)
-        peak, before = max(peak, before + computing), found
+        computing, result = _call_bytes(call, rows, shape, backend.name)
+        peak, before = max(peak, before + computing), result
         if not is_first:
             sums, lse = rows * shape.value_columns * shape.sum_itemsize, rows * shape.sum_itemsize
             converted = sums * shape.sums_apart
-            peak = max(peak, found + converted + sums + _LSES_OF_A_MERGE * lse)
+            peak = max(peak, result + converted + sums + _LSES_OF_A_MERGE * lse)
             before = sums + lse
         if num_calls > 1:
             peak = max(peak, before + computing)
@@ -171,7 +171,7 @@ def _bytes_of_block_row(
     return rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
 
 
-def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:
+def _call_bytes(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:
     """Return the peak bytes of a call, excluding its arguments, and the bytes of its results.
 
     Args:
@@ -184,13 +184,13 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     area = len(call.view.queries) * num_keys
     has_mask = not (call.is_causal or call.view.is_full)
     output, lse = rows * shape.value_columns * shape.itemsize, rows * shape.sum_itemsize
-    found = output + lse
+    result = output + lse
     if backend != "reference":  # the additive mask, and buffers of the kernel
         mask = (1 + shape.itemsize) * area * has_mask
         if num_padding := padding_rows(len(call.view.queries)):  # a copy, and its output
             padded_rows = rows + rows // len(call.view.queries) * num_padding
             mask += 2 * padded_rows * shape.head_dim * shape.itemsize
-        return mask + found + lse * has_mask, found
+        return mask + result + lse * has_mask, result
 
     size, width = shape.sum_itemsize, shape.batch * shape.kv_heads
     is_repeated = 1 < width < shape.batch * shape.num_heads  # a single one need not be copied
@@ -203,11 +203,11 @@ def _bytes_of_call(call: Call, rows: int, shape: AttentionShape, backend: str) -
     converted, added = key_rows * shape.value_columns * size, sums * (num_keys > SUM_BLOCK)
     weighing = 2 * scores + lse + max(sums + max(converted, added), dropout_mask)
     return area * has_mask + dropout_mask + max(
-        scoring, weighing, sums * shape.sums_apart + found
-    ), found
+        scoring, weighing, sums * shape.sums_apart + result
+    ), result
 
 
-def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
+def _launch_bytes(task: Task, work: Work, shape: AttentionShape) -> int:
     """Return the peak bytes of the launches of a task: lists, results, their merge and copies.
 
     There is one launch for each pair of steps. A launch copies the tensors of a side whose number
@@ -221,8 +221,8 @@ def _bytes_of_launches(task: Task, work: Work, shape: AttentionShape) -> int:
         answer, part = part, rows * (shape.value_columns + 1) * shape.sum_itemsize
     lists = peak = 0
     for number, launch in enumerate(launches, 1):
-        found = make_tile_list(launch, _TILE, _TILE)
-        lists += found.tiles.nbytes + found.runs.nbytes + launch.mask_bits.nbytes
+        tile_list = make_tile_list(launch, _PREDICTED_TILE, _PREDICTED_TILE)
+        lists += tile_list.tiles.nbytes + tile_list.runs.nbytes + launch.mask_bits.nbytes
         copied = sum(
             bytes_of(rows + -rows % step)
             for bytes_of, ranges, step in (

@@ -32,7 +32,7 @@ class TaskOperands(NamedTuple):
     dropout_bits: DropoutBits | None = None
     """Random bits of the tensors' rows; required with ``dropout``."""
     terms: PairTerms | None = None
-    """What else changes the scores, of the tensors' rows, or ``None``."""
+    """Score terms of the tensors' rows, or ``None``."""
 
 
 class Operands(NamedTuple):
@@ -57,13 +57,13 @@ class Operands(NamedTuple):
     keep_scale: float = 1.0
     """Factor on the probabilities of the pairs that dropout keeps."""
     terms: PairTerms | None = None
-    """What else changes the scores, of the tensors' rows, or ``None``."""
+    """Score terms of the tensors' rows, or ``None``."""
     addend: Tensor | None = None
     """The mask as :func:`mask_addend` returns it, or ``None`` if it is not kept in this form."""
 
     @property
     def scores_of_row(self) -> int:
-        """Number of scores of a query in all batch elements and heads."""
+        """Return the number of scores of a query in all batch elements and heads."""
         return self.query.shape[0] * self.query.shape[1] * self.key.shape[2]
 
     def rows(self, rows: Any) -> "Operands":
@@ -83,7 +83,7 @@ class Operands(NamedTuple):
 
 
 def mask_addend(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what masks scores when it is added to them: 0 for live pairs and -inf for others."""
+    """Return the additive mask: 0 for live pairs and -inf for others."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, -torch.inf)
 

@@ -10,7 +10,7 @@ from cqs.partial import Partial, lse_dtype, weighted_sum
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands
 
-_SCORES = 2**24
+_STRIP_SCORES = 2**24
 """Most scores of a strip, if one row has fewer."""
 
 
@@ -37,9 +37,9 @@ class _Reference(CallBackend):
         The computation is in float32 (float64 for float64 tensors) and stores the whole score
         matrix: O(seqlen_q * seqlen_kv) memory. With score terms it stores strips of the matrix.
         """
-        if strips := _strips(operands):
+        if strips := _query_strips(operands):
             parts = [self.attend(operands.rows(rows)) for rows in strips]
-            return Partial(*(torch.cat(each, dim=2) for each in zip(*parts, strict=True)))
+            return Partial(*(torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True)))
         query, _, value, is_causal, _, visible, kept, keep_scale, *_ = operands
         scores_BGRQK = _scores(operands)
         dtype = scores_BGRQK.dtype
@@ -65,14 +65,14 @@ class _Reference(CallBackend):
         probabilities of these pairs among all keys, and ``dS = P * (dP - delta)`` with
         ``delta = sum(output * grad_output)`` (Dao et al., FlashAttention, 2022, appendix B).
         """
-        if strips := _strips(operands):
-            of_queries, sums = [], list[Tensor]()
+        if strips := _query_strips(operands):
+            query_gradients, sums = [], list[Tensor]()
             for rows in strips:
-                of_rows = (each[:, :, rows] for each in (grad_output, output, lse))
-                found = self.differentiate(operands.rows(rows), *of_rows)
-                of_queries.append(found[0])
-                sums = list(map(torch.add, sums, found[1:])) if sums else list(found[1:])
-            return torch.cat(of_queries, dim=2), sums[0], sums[1]
+                row_tensors = (t[:, :, rows] for t in (grad_output, output, lse))
+                gradients = self.differentiate(operands.rows(rows), *row_tensors)
+                query_gradients.append(gradients[0])
+                sums = list(map(torch.add, sums, gradients[1:])) if sums else list(gradients[1:])
+            return torch.cat(query_gradients, dim=2), sums[0], sums[1]
         query, key, value, is_causal, scale, visible, kept, keep_scale, terms, _ = operands
         scores_BGRQK = _scaled(operands)
         dtype, groups = scores_BGRQK.dtype, (key.shape[1], -1)
@@ -102,10 +102,10 @@ class _Reference(CallBackend):
             grad_scores_BGRQK = grad_of(scores_BGRQK)
         else:
             shape = scores_BGRQK.shape
-            of_heads = terms.differentiate(
+            grad_scores_BHQK = terms.differentiate(
                 scores_BGRQK.flatten(1, 2), lambda scores: grad_of(scores.view(shape)).flatten(1, 2)
             )
-            grad_scores_BGRQK = of_heads.view(shape)
+            grad_scores_BGRQK = grad_scores_BHQK.view(shape)
         return (
             scale * (grad_scores_BGRQK @ key_BG1KD).flatten(1, 2),
             scale * (grad_scores_BGRQK.mT @ query_BGRQD).sum(2),
@@ -113,9 +113,9 @@ class _Reference(CallBackend):
         )
 
 
-def _strips(operands: Operands) -> list[slice]:
+def _query_strips(operands: Operands) -> list[slice]:
     """Return the queries of each strip of a call with score terms; none if one strip suffices."""
-    number, seqlen_q = max(_SCORES // operands.scores_of_row, 1), operands.query.shape[2]
+    number, seqlen_q = max(_STRIP_SCORES // operands.scores_of_row, 1), operands.query.shape[2]
     if operands.terms is None or seqlen_q <= number:
         return []
     return [slice(first, first + number) for first in range(0, seqlen_q, number)]

@@ -61,32 +61,32 @@ def make_work(
     """
     return Work(
         tuple(
-            BlockRow(rows_of(step.queries, queries), _views(step, pattern, queries, keys))
+            BlockRow(rows_of(step.queries, queries), _step_views(step, pattern, queries, keys))
             for step in steps
         ),
         None if distance is None else (tuple(moved(r, distance) for r in queries), keys),
     )
 
 
-def _views(
+def _step_views(
     step: Step,
     pattern: BoundPattern | None,
     queries: tuple[range, ...],
     keys: tuple[range, ...],
 ) -> tuple[View, ...]:
     rows = rows_of(step.queries, queries)
-    found = []
+    views = []
     for tokens in step.keys:
         columns = rows_of(tokens, keys)
         if pattern is None:
-            found.append(View(rows, columns))
+            views.append(View(rows, columns))
             continue
         by = rows.start - step.queries.start, columns.start - tokens.start
-        found += [view.moved(*by) for view in pattern.views(step.queries, tokens)]
+        views += [view.moved(*by) for view in pattern.views(step.queries, tokens)]
     if step.causal_keys is not None:
         columns = rows_of(step.causal_keys, keys)
-        found.append(View(rows, columns, high=columns.start - rows.start))
-    return tuple(found)
+        views.append(View(rows, columns, high=columns.start - rows.start))
+    return tuple(views)
 
 
 def _position_of_row_0(rows: range, positions: tuple[range, ...]) -> int:

@@ -22,7 +22,7 @@ from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE
 from cqs.worker.work import make_work
 
-_Call = tuple[range, tuple[range, ...], bool]
+_StepCall = tuple[range, tuple[range, ...], bool]
 """Queries and key ranges that a backend computes at once, and whether they are a causal square."""
 
 
@@ -45,9 +45,9 @@ class Worker:
     pattern: BoundPattern | None = None
     """Pattern that masks pairs of the steps, or ``None``."""
     chosen: Backend | None = None
-    """What :meth:`choose_backend` has returned, if all steps are to use it."""
+    """Backend of all steps, from :meth:`choose_backend`; ``None`` chooses one for each call."""
     terms: ScoreTerms | None = None
-    """What else changes the scores, or ``None``."""
+    """Score terms: soft cap, ALiBi, bias and score function, or ``None``."""
 
     @classmethod
     def of(
@@ -98,7 +98,7 @@ class Worker:
         dtype: torch.dtype | None = None,
         into: Partial | None = None,
     ) -> list[Partial]:
-        """Compute the partial output of each of some steps.
+        """Compute one partial output for each step.
 
         Args:
             steps: The steps; no pair may be in two of them.
@@ -132,8 +132,8 @@ class Worker:
         if sinks is not None:
             parts = [add_sinks(part, sinks) for part in parts]
         if into is not None:
-            for target, found in zip(into, zip(*parts, strict=True), strict=True):
-                torch.cat(found, dim=2, out=target)
+            for target, tensors in zip(into, zip(*parts, strict=True), strict=True):
+                torch.cat(tensors, dim=2, out=target)
         return parts
 
     def run_together(
@@ -166,7 +166,7 @@ class Worker:
         if into is None and len(steps) == 1 and held[0].ranges == (steps[0].queries,):
             return self.run_steps(steps, *held, sinks=sinks, dtype=dtype)[0]  # nothing to merge
         parts = self.run_steps(steps, *held, dtype=dtype)
-        rows = [_slice(step.queries, held[0]) for step in steps]
+        rows = [_held_rows(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
         merge_rows(answer, list(zip(parts, rows, strict=True)))
         return answer if sinks is None else add_sinks(answer, sinks)
@@ -191,28 +191,28 @@ class Worker:
         backend = self.chosen or self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
-            return Gradients(*backend.differentiate(operands, *_join(*held[3:]), dtype=dtype))
+            return Gradients(*backend.differentiate(operands, *_whole(*held[3:]), dtype=dtype))
         sums = lse_dtype(query.sample.dtype)
-        calls = [call for step in steps for call in _calls(step)]
+        calls = [call for step in steps for call in _step_calls(step)]
         seen = [((queries,), keys) for queries, keys, _ in calls]
         if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
-            found = self._differentiate(backend, calls[0], held)
-            return Gradients(*(gradient.to(dtype or sums) for gradient in found))
+            call_gradients = self._differentiate(backend, calls[0], held)
+            return Gradients(*(gradient.to(dtype or sums) for gradient in call_gradients))
         gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
         if self.pattern is None:
             for call in calls:
                 queries, keys, _ = call
-                of_query, *of_keys = self._differentiate(backend, call, held)
-                gradients.query[:, :, _slice(queries, query)] += of_query
-                parts = (part.split(list(map(len, keys)), dim=2) for part in of_keys)
-                for tokens, of_key, of_value in zip(keys, *parts, strict=True):
-                    rows = _slice(tokens, key)
-                    gradients.key[:, :, rows] += of_key
-                    gradients.value[:, :, rows] += of_value
+                grad_query, *kv_gradients = self._differentiate(backend, call, held)
+                gradients.query[:, :, _held_rows(queries, query)] += grad_query
+                parts = (part.split(list(map(len, keys)), dim=2) for part in kv_gradients)
+                for tokens, grad_key, grad_value in zip(keys, *parts, strict=True):
+                    rows = _held_rows(tokens, key)
+                    gradients.key[:, :, rows] += grad_key
+                    gradients.value[:, :, rows] += grad_value
         elif steps:
             assert isinstance(backend, CallBackend)
             operands = self._task_operands(steps, held)
-            add_call_gradients(backend, gradients, operands, *_join(*held[3:]))
+            add_call_gradients(backend, gradients, operands, *_whole(*held[3:]))
         return gradients
 
     def add_gradients(
@@ -228,10 +228,10 @@ class Worker:
         """
         backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
-            backend.differentiate(self._task_operands(steps, held), *_join(*held[3:]), into=sums)
+            backend.differentiate(self._task_operands(steps, held), *_whole(*held[3:]), into=sums)
             return
-        of_query, *of_keys = self.run_backward(steps, *held)
-        for total, part in zip(sums, [of_query] if len(sums) == 1 else of_keys, strict=True):
+        grad_query, *kv_gradients = self.run_backward(steps, *held)
+        for total, part in zip(sums, [grad_query] if len(sums) == 1 else kv_gradients, strict=True):
             total += part
 
     def _choose_for(self, steps: Sequence[Step], held: Sequence[HeldTokens]) -> Backend:
@@ -249,30 +249,25 @@ class Worker:
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges, distance)
         tensors = query.joined(), key.joined(), value.joined()
         if self.terms is not None:
-            terms = self.terms.of_pairs(query.sample.device, query.ranges, key.ranges)
+            terms = self.terms.pair_terms(query.sample.device, query.ranges, key.ranges)
         return TaskOperands(*tensors, work, self.scale, dropout, bits, terms)
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        partials = []
-        square = () if step.causal_keys is None else (step.causal_keys,)
-        for keys, is_causal in ((step.keys, False), (square, True)):
-            if keys:
-                call = step.queries, keys, is_causal
-                partials.append(attend_call(*self._operands(backend, call, held)))
+        partials = [attend_call(*self._operands(backend, call, held)) for call in _step_calls(step)]
         return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(
-        self, backend: Backend, call: _Call, held: Sequence[HeldTokens]
+        self, backend: Backend, call: _StepCall, held: Sequence[HeldTokens]
     ) -> Sequence[Tensor]:
         """Compute the gradients of one call, for the tokens that it reads."""
         assert isinstance(backend, CallBackend)
         backend, operands = self._operands(backend, call, held)
-        grad_output, output, lse = (each.take([call[0]]) for each in held[3:])
+        grad_output, output, lse = (tokens.take([call[0]]) for tokens in held[3:])
         return backend.differentiate(operands, grad_output, output, lse_for_gradients(lse))
 
     def _operands(
-        self, backend: CallBackend, call: _Call, held: Sequence[HeldTokens]
+        self, backend: CallBackend, call: _StepCall, held: Sequence[HeldTokens]
     ) -> tuple[CallBackend, Operands]:
         """Return the backend and the operands of one call.
 
@@ -286,7 +281,7 @@ class Worker:
             keep_scale = self.dropout.scale
         terms = None
         if self.terms is not None:
-            terms = self.terms.of_pairs(query.device, [queries], keys)
+            terms = self.terms.pair_terms(query.device, [queries], keys)
         options = None, kept, keep_scale, terms
         operands = Operands(query, key, value, is_causal, self.scale, *options)
         return backend if key.shape[2] >= backend.least_keys else REFERENCE, operands
@@ -298,18 +293,19 @@ def _best_first(steps: Sequence[Step]) -> Iterable[str]:
     return BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS
 
 
-def _calls(step: Step) -> list[_Call]:
+def _step_calls(step: Step) -> list[_StepCall]:
     """Return the calls of a step: one for its keys, and one for its causal square."""
     calls = [(step.queries, step.keys, False)] if step.keys else []
     square = step.causal_keys
     return calls if square is None else [*calls, (step.queries, (square,), True)]
 
 
-def _join(*held: HeldTokens) -> tuple[Tensor, ...]:
+def _whole(*held: HeldTokens) -> tuple[Tensor, ...]:
+    """Return one tensor for each sequence, with all of its tokens."""
     return tuple(tokens.joined() for tokens in held)
 
 
-def _slice(tokens: range, held: HeldTokens) -> slice:
+def _held_rows(tokens: range, held: HeldTokens) -> slice:
     """Return the rows of ``tokens`` among all that are held."""
     rows = rows_of(tokens, held.ranges)
     return slice(rows.start, rows.stop)

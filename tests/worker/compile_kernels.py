@@ -80,8 +80,8 @@ def compile_both_passes(
         query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
         key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
         bits = None if dropout is None else dropout.random_bits(query, whole, whole)
-        of_pairs = terms and terms.of_pairs(query.device, whole, whole)
-        operands = TaskOperands(query, key, value, work, 0.1, dropout, bits, of_pairs)
+        pair_terms = terms and terms.pair_terms(query.device, whole, whole)
+        operands = TaskOperands(query, key, value, work, 0.1, dropout, bits, pair_terms)
         answer, grad_output = launch.attend_block_rows(operands), torch.randn_like(query)
         gradients = launch.gradients_of_block_rows(operands, grad_output, *answer)
         return [query, key, value, *answer, grad_output, *gradients]
@@ -161,7 +161,7 @@ def described(tensors: list[Tensor]) -> list[Any]:
         return argument
 
     # Grid, stream, function and metadata come first, then three arguments for hooks.
-    return [(*each[:6], *map(describe, each[9:])) for each in launched]
+    return [(*values[:6], *map(describe, values[9:])) for values in launched]
 
 
 def compile_for_hopper() -> None:

@@ -40,21 +40,21 @@ def make_tensors(
 ):
     """Return query, key, value and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
-    of_queries, of_keys = (heads, queries), (kv_heads or heads, keys or queries)
+    query_shape, key_shape = (heads, queries), (kv_heads or heads, keys or queries)
 
     def make(num_heads, length):
         shape = (batch, length, num_heads) if is_transposed else (batch, num_heads, length)
         tensor = torch.randn(*shape, dim, generator=generator, device="cuda", dtype=dtype)
         return tensor.transpose(1, 2) if is_transposed else tensor
 
-    return [make(*each) for each in (of_queries, of_keys, of_keys, of_queries)]
+    return [make(*sizes) for sizes in (query_shape, key_shape, key_shape, query_shape)]
 
 
 def exact_gradients(query, key, value, grad_output, scale, mask):
     """Return the gradients in float64; queries that see no key have gradient 0."""
-    leaves = [each.detach().double().requires_grad_() for each in (query, key, value)]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     group = query.shape[1] // key.shape[1]
-    keys, values = (each.repeat_interleave(group, 1) for each in leaves[1:])
+    keys, values = (tensor.repeat_interleave(group, 1) for tensor in leaves[1:])
     scores = leaves[0] @ keys.mT * scale
     blind = ~mask.any(-1, keepdim=True)
     weights = scores.masked_fill(~mask & ~blind, -torch.inf).softmax(-1) * ~blind

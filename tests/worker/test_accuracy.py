@@ -46,12 +46,12 @@ def test_few_queries_are_as_accurate_as_one_call(seqlen_q, seqlen_kv, head_dim, 
 def test_padding_of_blocks_with_few_rows_changes_no_result(assert_right, length, is_causal, dtype):
     """Rows that fill a block of the kernel see keys and change gradients of none."""
     problem = Case("few", length, length, 4, 2, is_causal=is_causal).make(dtype)
-    tensors = [each.requires_grad_() for each in (problem.query, problem.key, problem.value)]
+    tensors = [tensor.requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
     options = {"is_causal": is_causal, "num_tasks": 1}
     output, lse = cqs.attention(*tensors, return_lse=True, backend="cpu", **options)
     assert_right(problem, (output.detach(), lse))
     expected = cqs.attention(*tensors, backend="reference", **options)
-    gradients = (torch.autograd.grad(each.sum(), tensors) for each in (output, expected))
+    gradients = (torch.autograd.grad(tensor.sum(), tensors) for tensor in (output, expected))
     for one, other in zip(*gradients, strict=True):
         tolerance = 16 * torch.finfo(dtype).eps
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * length**0.5)

@@ -25,11 +25,11 @@ every_combination = pytest.mark.parametrize(
     ("device", "backend", "dtype"),
     [
         pytest.param(
-            *each,
-            id=f"{each[0]}-{each[1]}-{str(each[2]).removeprefix('torch.')}",
-            marks=[GPU] if each[0] == "cuda" else [],
+            *case,
+            id=f"{case[0]}-{case[1]}-{str(case[2]).removeprefix('torch.')}",
+            marks=[GPU] if case[0] == "cuda" else [],
         )
-        for each in COMBINATIONS
+        for case in COMBINATIONS
     ],
 )
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -210,7 +210,7 @@ def test_the_reference_computes_a_call_of_too_few_keys(monkeypatch):
     attend = cpu.attend
     monkeypatch.setattr(type(cpu), "least_keys", 2)
     monkeypatch.setattr(
-        cpu, "attend", lambda each, *rest: sizes.append(each.key.shape[2]) or attend(each, *rest)
+        cpu, "attend", lambda call, *rest: sizes.append(call.key.shape[2]) or attend(call, *rest)
     )
     problem = CASES[0].make()
     step = Step(0, range(0, 2), (range(5, 6),), range(0, 2), 5)

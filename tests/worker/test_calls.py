@@ -25,8 +25,8 @@ def random_view(generator):
     step = generator.choice([1, 1, 2, 3])
     other = step if generator.random() < 0.8 else generator.choice([1, 2, 5])
     queries, keys = (
-        range(first, first + each * generator.randint(1, 14), each)
-        for first, each in zip(generator.choices(range(10), k=2), (step, other), strict=True)
+        range(first, first + stride * generator.randint(1, 14), stride)
+        for first, stride in zip(generator.choices(range(10), k=2), (step, other), strict=True)
     )
     low = generator.choice([-FAR, generator.randint(-25, 20)])
     width = generator.randint(0, 20)
@@ -37,18 +37,18 @@ def random_view(generator):
 def make_calls(view, joins_calls):
     queries = range(view.queries.start, view.queries.stop)
     work = Work((BlockRow(queries, (view,)),))
-    (found,) = calls.make_calls(work, joins_calls=joins_calls)
-    return [call for call, _ in found]
+    (row_calls,) = calls.make_calls(work, joins_calls=joins_calls)
+    return [call for call, _ in row_calls]
 
 
 def parts_of(call):
     return [call.view.moved(i * call.stride, i * call.stride) for i in range(call.number)]
 
 
-def count_pairs(found, lengths):
+def count_pairs(all_calls, lengths):
     """Return in how many calls each pair is."""
     counts = np.zeros(lengths, np.int8)
-    for call in found:
+    for call in all_calls:
         for part in parts_of(call):
             counts[np.ix_(part.queries, part.keys)] += part.to_mask()
     return counts
@@ -66,28 +66,28 @@ def test_calls_have_every_pair_of_a_view_once(monkeypatch, in_batches):
         view = random_view(generator)
         expected = np.zeros((70, 90), int)
         expected[np.ix_(view.queries, view.keys)] = view.to_mask()
-        found = make_calls(view, in_batches)
-        for call in found:
+        view_calls = make_calls(view, in_batches)
+        for call in view_calls:
             kinds.add((call.is_causal, call.view.is_full, call.number > 1))
             for part in parts_of(call) if call.is_causal else ():
                 assert np.array_equal(part.to_mask(), np.tri(len(part.queries), len(part.keys)))
-        assert np.array_equal(count_pairs(found, (70, 90)), expected), view
+        assert np.array_equal(count_pairs(view_calls, (70, 90)), expected), view
     assert len(kinds) == (5 if in_batches else 2)
 
 
 def test_equal_blocks_at_unequal_distances_are_computed_once():
     pattern = documents([0, 250, 500, 850, 1100, 1500], is_causal=False)
-    (found,) = calls.make_calls(plan_work(1500, 1500, pattern=pattern), joins_calls=True)
-    assert max(call.number for call, _ in found) == 2
-    counts = count_pairs([call for call, _ in found], (1500, 1500))
+    (row_calls,) = calls.make_calls(plan_work(1500, 1500, pattern=pattern), joins_calls=True)
+    assert max(call.number for call, _ in row_calls) == 2
+    counts = count_pairs([call for call, _ in row_calls], (1500, 1500))
     assert np.array_equal(counts, pattern.to_mask(1500))
 
 
 @pytest.mark.parametrize("high", [FAR, 0, 9])
 def test_calls_on_their_own_are_small(high):
     view = View(range(5000), range(5000), -FAR, high)
-    found = make_calls(view, False)
-    assert max(len(call.view.queries) * len(call.view.keys) for call in found) <= 2**20
+    view_calls = make_calls(view, False)
+    assert max(len(call.view.queries) * len(call.view.keys) for call in view_calls) <= 2**20
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_calls_on_their_own_are_small(high):
 def test_patterns_are_few_calls_and_short_ones_one_with_a_mask(tokens, pattern, least, most):
     """As many as are fastest."""
     work = plan_work(tokens, tokens, pattern=pattern)
-    found = [call for call, _ in chain.from_iterable(calls.make_calls(work, joins_calls=True))]
-    assert least <= len(found) <= most
-    assert np.array_equal(count_pairs(found, (tokens, tokens)), pattern.to_mask(tokens))
-    if len(found) == 1:
-        assert np.array_equal(found[0].mask.visible.numpy(), pattern.to_mask(tokens))
+    all_calls = [call for call, _ in chain.from_iterable(calls.make_calls(work, joins_calls=True))]
+    assert least <= len(all_calls) <= most
+    assert np.array_equal(count_pairs(all_calls, (tokens, tokens)), pattern.to_mask(tokens))
+    if len(all_calls) == 1:
+        assert np.array_equal(all_calls[0].mask.visible.numpy(), pattern.to_mask(tokens))

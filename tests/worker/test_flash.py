@@ -50,14 +50,14 @@ def exact_gradients(problem, grad_output):
     return hopper.exact_gradients(*tensors_of(problem), grad_output, problem.scale, mask)
 
 
-def assert_gradients_right(problem, grad_output, found):
+def assert_gradients_right(problem, grad_output, gradients):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors_of(problem)]
     query, key, value = leaves
     output = eager_output(replace(problem, query=query, key=key, value=value))
     eager = torch.autograd.grad(output, leaves, grad_output)
     exact = exact_gradients(problem, grad_output)
-    for name, *each in zip(("query", "key", "value"), found, eager, exact, strict=True):
-        assert_tracks_exact(*each, slack=3.0, name=f"gradient of {name}")
+    for name, *results in zip(("query", "key", "value"), gradients, eager, exact, strict=True):
+        assert_tracks_exact(*results, slack=3.0, name=f"gradient of {name}")
 
 
 RECTANGLES = {
@@ -89,9 +89,9 @@ def test_answers_and_gradients_are_right(assert_right, name, dtype, is_causal):
     given = [tensor.clone() for tensor in (*tensors_of(problem), grad_output)]
     answer = attend(problem)
     assert_right(problem, answer)
-    found = differentiate(problem, grad_output, answer)
-    assert all(gradient.dtype == problem.query.dtype for gradient in found)
-    assert_gradients_right(problem, grad_output, found)
+    gradients = differentiate(problem, grad_output, answer)
+    assert all(gradient.dtype == problem.query.dtype for gradient in gradients)
+    assert_gradients_right(problem, grad_output, gradients)
     assert all(map(torch.equal, (*tensors_of(problem), grad_output), given))
 
 
@@ -102,9 +102,9 @@ def test_one_query_or_key_is_right(assert_right, lengths):
     answer = attend(problem)
     assert_right(problem, answer)
     grad_output = torch.randn_like(problem.query)
-    found = differentiate(problem, grad_output, answer)
+    gradients = differentiate(problem, grad_output, answer)
     exact = exact_gradients(problem, grad_output)
-    for one, other in zip(found, exact, strict=True):  # some are differences of equals
+    for one, other in zip(gradients, exact, strict=True):  # some are differences of equals
         torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
 
 
@@ -115,16 +115,16 @@ def test_gradients_of_rectangles_and_squares_add_up(monkeypatch, scale):
     problem = replace(problem, is_causal=True, scale=scale)
     grad_output, exact = torch.randn_like(problem.query), exact_answer(problem)
 
-    def reference(of_queries, of_keys, is_causal, scale):
-        query, grad_output, output, lse = of_queries
-        operands = Operands(query, *of_keys, is_causal, scale)
+    def reference(query_tensors, key_tensors, is_causal, scale):
+        query, grad_output, output, lse = query_tensors
+        operands = Operands(query, *key_tensors, is_causal, scale)
         return REFERENCE.differentiate(operands, grad_output, output, lse)
 
     monkeypatch.setattr(flash, "_gradients", reference)
     monkeypatch.setattr(flash, "_LONGEST_SQUARE", 256)
-    found = differentiate(problem, grad_output, exact)
-    assert all(gradient.dtype == torch.float32 for gradient in found)
-    for one, other in zip(found, exact_gradients(problem, grad_output), strict=True):
+    gradients = differentiate(problem, grad_output, exact)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    for one, other in zip(gradients, exact_gradients(problem, grad_output), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
@@ -141,12 +141,12 @@ def test_rows_that_see_no_key_contribute_nothing(monkeypatch, name, is_causal):
     blind = torch.zeros(1217, dtype=torch.bool, device="cuda")
     blind[[0, 5, 130, 1216]] = True
     answer.lse[:, :, blind] = -torch.inf
-    found = differentiate(problem, grad_output, answer)
-    assert all(map(torch.equal, differentiate(problem, grad_output, answer), found))
-    assert (found[0][:, :, blind] == 0).all()
+    gradients = differentiate(problem, grad_output, answer)
+    assert all(map(torch.equal, differentiate(problem, grad_output, answer), gradients))
+    assert (gradients[0][:, :, blind] == 0).all()
     seeing = grad_output.masked_fill(blind[:, None], 0)
-    found = [gradient.to(problem.query.dtype) for gradient in found]
-    assert_gradients_right(problem, seeing, found)
+    gradients = [gradient.to(problem.query.dtype) for gradient in gradients]
+    assert_gradients_right(problem, seeing, gradients)
 
 
 @pytest.mark.gpu
@@ -175,8 +175,8 @@ def test_strides_of_the_tensors_do_not_matter_to_gradients():
         query, key, value = map(store, tensors_of(problem))
         other = replace(problem, query=query, key=key, value=value)
         stored = store(answer.output), store(answer.lse[..., None])[..., 0]
-        found = differentiate(other, store(grad_output), stored)
-        for one, same in zip(found, expected, strict=True):
+        gradients = differentiate(other, store(grad_output), stored)
+        for one, same in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, same, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -215,8 +215,8 @@ def test_only_versions_that_were_read_are_called(monkeypatch, version, is_import
     monkeypatch.setattr(flash.metadata, "version", find)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name) if is_importable else None)
-    found = flash._why_not_importable.__wrapped__()
-    assert found is None if reason is None else reason in found
+    why_not = flash._why_not_importable.__wrapped__()
+    assert why_not is None if reason is None else reason in why_not
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_replays_have_the_bits_of_calls(name, dtype):
     attend(tensors, options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(tensors, options)
+        results = attend(tensors, options)
     launch._make_lists.__wrapped__.cache_clear()  # as if calls of many other sizes had followed
     for _ in range(3):
         with torch.no_grad():
@@ -46,5 +46,5 @@ def test_replays_have_the_bits_of_calls(name, dtype):
         expected = attend(tensors, options)
         other = [torch.randint(9, (1 << 20,), device="cuda") for _ in range(9)]
         graph.replay()
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, results, expected))
         del other

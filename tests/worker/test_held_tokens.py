@@ -31,7 +31,7 @@ def held(whole):
 def test_tokens_come_in_the_order_asked_for_as_a_view_if_possible(whole, held, ranges, is_view):
     taken = held.take(ranges)
     assert torch.equal(taken, whole[:, :, [token for tokens in ranges for token in tokens]])
-    storages = (each.untyped_storage().data_ptr() for each in (taken, whole))
+    storages = (tensor.untyped_storage().data_ptr() for tensor in (taken, whole))
     assert (len({*storages}) == 1) is is_view
 
 

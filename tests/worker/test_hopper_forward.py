@@ -41,7 +41,7 @@ def draw(seqlen_q, seqlen_kv, head_dim, value_dim, dtype=BF16):
 def check(tensors, bound=4e-3, **options):
     options["return_lse"] = True
     output, lse = cqs.attention(*tensors, backend="triton", **options)
-    exact = cqs.attention(*(each.double() for each in tensors), backend="reference", **options)
+    exact = cqs.attention(*(tensor.double() for tensor in tensors), backend="reference", **options)
     assert (output - exact.output).norm() / exact.output.norm() < bound
     is_live = exact.lse.isfinite()
     assert torch.equal(is_live, lse.isfinite())
@@ -109,10 +109,10 @@ def test_score_terms_of_wide_heads(softcap, has_slopes):
 
 def test_gradients_of_wide_heads_are_those_of_float64():
     *tensors, grad_output = make_tensors(4, 300, kv_heads=2, dim=256, batch=2)
-    leaves = [each.requires_grad_() for each in tensors]
+    leaves = [tensor.requires_grad_() for tensor in tensors]
     output = cqs.attention(*leaves, is_causal=True, backend="triton")
-    found = torch.autograd.grad(output, leaves, grad_output)
+    gradients = torch.autograd.grad(output, leaves, grad_output)
     mask = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril()
     expected = exact_gradients(*tensors, grad_output, 256**-0.5, mask)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         assert (one - other).norm() / other.norm() < 8e-3

@@ -101,7 +101,7 @@ def assert_near_float64(tensors, work, dtype, scale=None):
     lengths = tensors[0].shape[2], tensors[1].shape[2]
     mask = torch.from_numpy(count_pairs(work, lengths) > 0).to(grad_output.device)
     expected = exact_gradients(*tensors, grad_output, operands.scale, mask)
-    largest = max(each.norm() for each in expected)
+    largest = max(t.norm() for t in expected)
     assert not gradients[0][:, :, ~mask.any(-1)].any()
     for gradient, exact in zip(gradients, expected, strict=True):
         assert gradient.dtype == (dtype or torch.float32)
@@ -221,10 +221,10 @@ def test_a_masked_value_that_is_not_finite_reaches_no_query(kernel, tokens, opti
         make_tensors(4, tokens), plan_work(tokens, tokens, **options)
     )
     operands.value[:, :, -1] = torch.nan
-    of_query, *_ = compute()
+    grad_query, *_ = compute()
     assert calls
-    assert of_query[:, :, :-1].isfinite().all()
-    assert of_query[:, :, -1].isnan().all()
+    assert grad_query[:, :, :-1].isfinite().all()
+    assert grad_query[:, :, -1].isnan().all()
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -236,6 +236,6 @@ def test_scratch_memory_is_as_documented(dim, use_kernel):
     compute()
     _, peak_bytes = measure_peak_bytes(compute, operands.query.device)
     num_blocks = 8 * 16
-    of_blocks = num_blocks * (64 * dim * 4 + 64 * 8 + 4) + 128
+    block_bytes = num_blocks * (64 * dim * 4 + 64 * 8 + 4) + 128
     assert calls
-    assert peak_bytes == sum(tensor.nbytes for tensor in tensors[:3]) + of_blocks
+    assert peak_bytes == sum(tensor.nbytes for tensor in tensors[:3]) + block_bytes

@@ -36,10 +36,10 @@ def test_patterns_are_no_rectangles(pattern, num_tasks):
 @pytest.mark.parametrize(("number", "is_found"), [(3, True), (256, True), (257, False)])
 def test_a_few_documents_are_rectangles(number, is_found):
     pattern = documents(range(0, 10 * number + 1, 10))
-    found = rectangles_of(plan_work(10 * number, 10 * number, pattern=pattern & causal()))
-    assert (found is not None) is is_found
+    rectangles = rectangles_of(plan_work(10 * number, 10 * number, pattern=pattern & causal()))
+    assert (rectangles is not None) is is_found
     if is_found:
-        assert [rectangle.is_causal for rectangle in found] == [True] * number
+        assert [rectangle.is_causal for rectangle in rectangles] == [True] * number
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1000), (1000, 300), (2, 700)], ids=str)
@@ -72,17 +72,17 @@ def list_items(lengths, heads, group, together, is_causal):
     seqlen_q, seqlen_kv = lengths
     num_tiles, num_blocks = -(-seqlen_kv // 128), -(-seqlen_q // 64)
     sizes = heads, num_tiles, num_blocks, seqlen_kv, group, together, seqlen_kv - seqlen_q
-    found = []
+    items = []
     for index in range(heads * num_tiles):
         place = place_of_item.fn(index, sizes, is_causal)
-        head, tile, first = (int(getattr(each, "value", each)) for each in place)
+        head, tile, first = (int(getattr(number, "value", number)) for number in place)
         blocks = [
             (head * group + member, block)
             for block in reversed(range(first, num_blocks))
             for member in range(group)
         ]
-        found.append((tile, blocks))
-    return found
+        items.append((tile, blocks))
+    return items
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -107,10 +107,10 @@ def test_statistics_in_blocks_are_negative_and_padded():
     output, grad_output = (torch.randn(2, 3, 70, 16, generator=generator) for _ in range(2))
     lse = torch.randn(2, 3, 70, generator=generator)
     lse[0, 1, 2], lse[1, 2, 69] = -torch.inf, torch.inf
-    of_rows = launch_row_statistics(grad_output, output, lse)
-    of_blocks = launch_row_statistics(grad_output, output, lse, in_blocks_of=64)
-    for rows, blocks, padding in zip(of_rows, of_blocks, (-torch.inf, 0.0), strict=True):
+    in_rows = launch_row_statistics(grad_output, output, lse)
+    in_blocks = launch_row_statistics(grad_output, output, lse, in_blocks_of=64)
+    for rows, blocks, padding in zip(in_rows, in_blocks, (-torch.inf, 0.0), strict=True):
         assert blocks.shape == (6, 2, 64)
-        found = blocks.reshape(2, 3, 128)
-        torch.testing.assert_close(found[:, :, :70], -rows, rtol=0, atol=0, equal_nan=True)
-        assert (found[:, :, 70:] == padding).all()
+        padded = blocks.reshape(2, 3, 128)
+        torch.testing.assert_close(padded[:, :, :70], -rows, rtol=0, atol=0, equal_nan=True)
+        assert (padded[:, :, 70:] == padding).all()

@@ -54,23 +54,23 @@ def test_visits_have_every_live_pair_once(lengths, name, num_tasks):
     work = find_work(lengths, name, num_tasks)
     starts, visits, masks, num_unvisited = make_visit_list(work, *lengths)
     num_tiles, num_blocks = -(-lengths[1] // 128), -(-lengths[0] // 64)
-    found = np.zeros((num_blocks * 64, num_tiles * 128), np.int64)
+    live_counts = np.zeros((num_blocks * 64, num_tiles * 128), np.int64)
     turns = np.zeros(num_blocks, np.int64)
     query = np.arange(64)
     for tile in range(num_tiles):
-        of_tile = visits[starts[tile] : starts[tile + 1]]
-        assert (np.diff(of_tile[:, VISIT_BLOCK]) < 0).all()  # from the last block on
-        assert (of_tile[:, VISIT_TURN] == turns[of_tile[:, VISIT_BLOCK]]).all()
-        turns[of_tile[:, VISIT_BLOCK]] += 1
-        for record in of_tile:
+        tile_visits = visits[starts[tile] : starts[tile + 1]]
+        assert (np.diff(tile_visits[:, VISIT_BLOCK]) < 0).all()  # from the last block on
+        assert (tile_visits[:, VISIT_TURN] == turns[tile_visits[:, VISIT_BLOCK]]).all()
+        turns[tile_visits[:, VISIT_BLOCK]] += 1
+        for record in tile_visits:
             live = np.ones((128, 64), np.int64)
             if (start := record[VISIT_MASK]) >= 0:
                 integers = masks.reshape(-1)[start : start + MASK_INTEGERS].reshape(128, 4)
                 live = integers[:, query // 2 % 4] >> (query // 8 * 2 + query % 2) & 1
             rows, columns = record[VISIT_BLOCK] * 64, tile * 128
-            found[rows : rows + 64, columns : columns + 128] += live.T
-    assert not found[: lengths[0], lengths[1] :].any()
-    assert (found[: lengths[0], : lengths[1]] == count_pairs(work, lengths)).all()
+            live_counts[rows : rows + 64, columns : columns + 128] += live.T
+    assert not live_counts[: lengths[0], lengths[1] :].any()
+    assert (live_counts[: lengths[0], : lengths[1]] == count_pairs(work, lengths)).all()
     assert num_unvisited == (turns == 0).sum()
     counts = count_visits(work, *lengths, 2**20)
     assert counts.num_visits >= len(visits)  # some masks may be empty
@@ -85,7 +85,7 @@ def test_views_with_steps_have_no_visits():
 
 
 def test_many_visits_are_not_counted_one_by_one(monkeypatch):
-    monkeypatch.setattr("cqs.worker.triton.visits._cut", None)
+    monkeypatch.setattr("cqs.worker.triton.visits._cut_views", None)
     work = plan_work(2**22, 2**22, num_tasks=7, is_causal=True)
     assert count_visits(work, 2**22, 2**22, 2**20) is None
 
@@ -120,6 +120,6 @@ def test_dropout_and_score_terms_have_other_kernels():
     query, whole = torch.empty(1, 4, 8192, 128, device="meta", dtype=BF16), [range(8192)]
     operands = TaskOperands(query, query, query, plan_work(8192, 8192), 0.1)
     assert rectangle_launch.takes_rectangle_kernel(operands)
-    capped = ScoreTerms(softcap=20.0).of_pairs(torch.device("cpu"), whole, whole)
+    capped = ScoreTerms(softcap=20.0).pair_terms(torch.device("cpu"), whole, whole)
     for other in operands._replace(dropout=Dropout(0.5, 0)), operands._replace(terms=capped):
         assert not rectangle_launch.takes_rectangle_kernel(other)

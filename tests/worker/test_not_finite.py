@@ -82,12 +82,12 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert lse[sound_lse].isfinite().all()
     error = (output[sound].double() - right[sound]).abs()
     assert (error <= 1e-5 + 8 * torch.finfo(dtype).eps).all()
-    of_query, of_key, of_value = ((~gradient.isfinite()).any(-1) for gradient in gradients)
+    query_rows, key_rows, value_rows = ((~gradient.isfinite()).any(-1) for gradient in gradients)
     has_no_weights = right_lse.isnan() | (right_lse == torch.inf)
     sees = visible.float()
-    assert of_query[broken].all()
-    assert of_key[broken.float() @ sees > 0].all()
-    assert of_value[has_no_weights.float() @ sees > 0].all()
+    assert query_rows[broken].all()
+    assert key_rows[broken.float() @ sees > 0].all()
+    assert value_rows[has_no_weights.float() @ sees > 0].all()
 
 
 @NOT_FINITE
@@ -114,8 +114,8 @@ def test_calls_of_the_cpu_kernel_on_any_number_of_keys(dtype, mask):
             tensors = [torch.randn(1, 1, n, 8).to(dtype) for n in (num_queries, *[num_keys] * 2)]
             tensors[which][0, 0, tensors[which].shape[2] // 2, 3] = entry
             operands = Operands(*tensors, **options)
-            found, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
-            for one, other in zip(found, expected, strict=True):
+            partial, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
+            for one, other in zip(partial, expected, strict=True):
                 assert one.isnan().equal(other.isnan()) and one.isinf().equal(other.isinf())
 
 
@@ -128,10 +128,10 @@ def test_a_masked_value_leaks_into_no_row_if_the_last_row_does_not_see_it(dtype,
     visible = torch.ones(tokens, tokens, dtype=torch.bool).triu(-9).tril(9)
     value[1, 2, 20, 7] = entry
     operands = Operands(query, key, value, False, 0.25, visible)
-    found, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
-    assert found.lse.isfinite().all()
-    assert found.output.isfinite().equal(expected.output.isfinite())
-    assert int((~found.output.isfinite()).any(-1).sum()) == 19
+    partial, expected = attend_call(CPU, operands), REFERENCE.attend(operands)
+    assert partial.lse.isfinite().all()
+    assert partial.output.isfinite().equal(expected.output.isfinite())
+    assert int((~partial.output.isfinite()).any(-1).sum()) == 19
 
 
 def test_scores_that_overflow_where_they_are_masked_out_do_not_matter():
@@ -163,8 +163,8 @@ def test_a_value_that_is_nan_counts_where_its_score_is_minus_infinity(backend, n
             visible = torch.ones(5, 5, dtype=torch.bool).tril(0 if is_causal else 5)
             expected = exact_rows(query, key, value, 8**-0.5, visible)[0].float()
             if not is_causal:  # else PyTorch also spoils rows that do not see the NaN
-                of_torch = F.scaled_dot_product_attention(query, key, value)
-                torch.testing.assert_close(of_torch, expected, equal_nan=True)
+                torch_output = F.scaled_dot_product_attention(query, key, value)
+                torch.testing.assert_close(torch_output, expected, equal_nan=True)
             options = {"is_causal": is_causal, "num_tasks": num_tasks}
             output = cqs.attention(query, key, value, backend=backend, verify=True, **options)
             torch.testing.assert_close(output, expected, equal_nan=True)
@@ -179,6 +179,6 @@ def test_sums_of_values_near_the_largest_number_do_not_overflow_as_those_of_pyto
     query, key = torch.zeros(2, 1, 1, 9, 16, dtype=dtype)
     value = torch.full_like(key, 3e38)
     assert F.scaled_dot_product_attention(query, key, value).isinf().all()
-    for num_tasks, each in ((1, value), (7, value), (7, value / 9)):
-        output = cqs.attention(query, key, each, num_tasks=num_tasks, verify=True)
-        torch.testing.assert_close(output, each)
+    for num_tasks, values in ((1, value), (7, value), (7, value / 9)):
+        output = cqs.attention(query, key, values, num_tasks=num_tasks, verify=True)
+        torch.testing.assert_close(output, values)

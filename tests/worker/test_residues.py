@@ -30,27 +30,27 @@ def mask_of(pattern, lengths):
 @pytest.mark.parametrize("name", DILATED)
 def test_attention_of_the_residues_is_that_of_the_pattern(name, lengths):
     pattern = DILATED[name]
-    found = find_residues(plan_work(*lengths, pattern=pattern), *lengths)
-    assert found.step == (4 if name in ("all", "causal", "window") else 3)
+    residues = find_residues(plan_work(*lengths, pattern=pattern), *lengths)
+    assert residues.step == (4 if name in ("all", "causal", "window") else 3)
     shapes = (2, 6, lengths[0], 8), (2, 3, lengths[1], 8), (2, 3, lengths[1], 8)
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    (view,) = found.work.block_rows[0].views
+    (view,) = residues.work.block_rows[0].views
     mask = mask_of(pattern, lengths)
-    of_one = torch.zeros([length // found.step for length in lengths], dtype=torch.bool)
+    residue_mask = torch.zeros([length // residues.step for length in lengths], dtype=torch.bool)
     rows, columns = (slice(side.start, side.stop) for side in view[:2])
-    of_one[rows, columns] = torch.from_numpy(view.to_mask())
-    folded = [found.fold(tensor, 3) for tensor in tensors]
-    answer = F.scaled_dot_product_attention(*folded, attn_mask=of_one, enable_gqa=True)
+    residue_mask[rows, columns] = torch.from_numpy(view.to_mask())
+    folded = [residues.fold(tensor, 3) for tensor in tensors]
+    answer = F.scaled_dot_product_attention(*folded, attn_mask=residue_mask, enable_gqa=True)
     expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(found.unfold(answer, 3), expected)
-    for tensor, of_residues in zip(tensors, folded, strict=True):
-        assert torch.equal(found.unfold(of_residues, 3), tensor)
+    torch.testing.assert_close(residues.unfold(answer, 3), expected)
+    for tensor, residue_heads in zip(tensors, folded, strict=True):
+        assert torch.equal(residues.unfold(residue_heads, 3), tensor)
 
 
 def test_heads_of_their_own_are_not_copied():
-    found = find_residues(plan_work(240, 240, pattern=dilated(240, 240, 4)), 240, 240)
+    residues = find_residues(plan_work(240, 240, pattern=dilated(240, 240, 4)), 240, 240)
     for tensor in (torch.zeros(2, 3, 240, 8), torch.zeros(1, 240, 3, 8).transpose(1, 2)):
-        assert found.fold(tensor, 3).data_ptr() == tensor.data_ptr()
+        assert residues.fold(tensor, 3).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_empty_views_have_no_residues():
 
 
 def test_a_residue_of_one_row_unfolds_to_contiguous_memory():
-    found = find_residues(plan_work(240, 240, pattern=dilated(240, 240, 4)), 240, 240)
+    residues = find_residues(plan_work(240, 240, pattern=dilated(240, 240, 4)), 240, 240)
     tensor = torch.randn(2, 3, 4, 8)
-    unfolded = found.unfold(found.fold(tensor, 1), 1)
+    unfolded = residues.unfold(residues.fold(tensor, 1), 1)
     assert torch.equal(unfolded, tensor) and unfolded.is_contiguous()

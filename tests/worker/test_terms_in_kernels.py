@@ -99,7 +99,7 @@ def by_definition(problem, scores, dtype=None):
     def compute(query, key, value):
         return define(replace(problem, query=query, key=key, value=value), scores)
 
-    return with_gradients(compute, [each.to(dtype) for each in tensors_of(problem)])
+    return with_gradients(compute, [tensor.to(dtype) for tensor in tensors_of(problem)])
 
 
 def by_cqs(problem, backend="triton", **options):
@@ -107,17 +107,17 @@ def by_cqs(problem, backend="triton", **options):
     return with_gradients(partial(cqs.attention, **options), tensors_of(problem))
 
 
-def assert_right(found, problem, scores):
+def assert_right(actual, problem, scores):
     """Compare output, LSE and gradients of a problem with float64."""
     exact, eager = by_definition(problem, scores, torch.float64), by_definition(problem, scores)
-    lse, exact_lse = found.pop(1), exact.pop(1)
+    lse, exact_lse = actual.pop(1), exact.pop(1)
     del eager[1]
     is_live = exact_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, is_live)
     atol = 3e-5 if problem.query.dtype == torch.float32 else 1e-4
     torch.testing.assert_close(lse[is_live], exact_lse[is_live].float(), rtol=3e-6, atol=atol)
     names = "output", "gradient of query", "gradient of key", "gradient of value"
-    for name, *results in zip(names, found, eager, exact, strict=True):
+    for name, *results in zip(names, actual, eager, exact, strict=True):
         assert_tracks_exact(*results, slack=4, name=name)
 
 
@@ -135,8 +135,8 @@ def test_random_terms_are_right(device, seed):
     value_dim = generator.choice([16, problem.query.shape[-1]])
     problem = replace(problem, value=problem.value[..., :value_dim])
     scores = draw_scores(generator, problem, has_bias=device == "cpu" or seed % 3 == 0)
-    found = by_cqs(problem, scores=scores, num_tasks=generator.choice([1, 3, 7]))
-    assert_right(found, problem, scores)
+    actual = by_cqs(problem, scores=scores, num_tasks=generator.choice([1, 3, 7]))
+    assert_right(actual, problem, scores)
 
 
 @pytest.mark.sample(9)
@@ -175,21 +175,21 @@ def test_tasks_that_hold_several_ranges_are_right(device, backend, is_causal, pa
             seen = torch.zeros_like(whole)
             for block in step.blocks():
                 seen[rows, block.keys.start : block.keys.stop] = True
-            of_step = replace(problem, is_causal=False, pattern=from_mask((seen & whole).cpu()))
-            eager = by_definition(of_step, scores)[0][:, :, rows]
-            exact, exact_lse, *_ = by_definition(of_step, scores, torch.float64)
+            sub_problem = replace(problem, is_causal=False, pattern=from_mask((seen & whole).cpu()))
+            eager = by_definition(sub_problem, scores)[0][:, :, rows]
+            exact, exact_lse, *_ = by_definition(sub_problem, scores, torch.float64)
             assert_tracks_exact(part.output, eager, exact[:, :, rows], slack=4)
             torch.testing.assert_close(
                 part.lse, exact_lse[:, :, rows].float(), rtol=3e-6, atol=1e-4
             )
         held += [hold(t, task.held_queries) for t in (gradient_of(answer[0]), *answer)]
-        found = worker.run_backward(task.steps, *held)
-        for total, gradient, ranges in zip(sums, found, sides, strict=True):
+        gradients = worker.run_backward(task.steps, *held)
+        for total, gradient, ranges in zip(sums, gradients, sides, strict=True):
             first = 0
             for r in ranges:
                 total[:, :, r.start : r.stop] += gradient[:, :, first : (first := first + len(r))]
     assert num_apart
-    assert_right([*answer, *(each.to(dtype) for each in sums)], problem, scores)
+    assert_right([*answer, *(gradient_sum.to(dtype) for gradient_sum in sums)], problem, scores)
 
 
 @EVERY_DEVICE
@@ -199,8 +199,8 @@ def test_terms_and_dropout_are_right(device):
     bias, slopes = (torch.randn(shape, device=device) for shape in ((1, 1, 90, 130), (1, 4)))
     scores = cqs.Scores(softcap=3.0, alibi_slopes=slopes, bias=bias)
     options = {"dropout_p": 0.3, "seed": 1, "scores": scores, "num_tasks": 3}
-    found, expected = (by_cqs(problem, name, **options) for name in ("triton", "reference"))
-    for got, want in zip(found, expected, strict=True):
+    actual, expected = (by_cqs(problem, name, **options) for name in ("triton", "reference"))
+    for got, want in zip(actual, expected, strict=True):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
@@ -208,11 +208,11 @@ def test_the_polynomial_of_a_soft_cap_is_accurate():
     """In float32, with the powers of a factor in its coefficients as in the Hopper kernel."""
     x = torch.linspace(0, 0.6, 100_001)
     for factor in (1e-5, 2e-3, 1e4):
-        products, found = x / factor, torch.zeros_like(x)
+        products, series = x / factor, torch.zeros_like(x)
         for power, term in reversed(list(enumerate(TERMS))):
             coefficient = torch.tensor(term * factor ** (2 * power + 1))
-            found = torch.addcmul(coefficient, found, products.square())
-        error = (found * products).double() - (products.double() * factor).tanh()
+            series = torch.addcmul(coefficient, series, products.square())
+        error = (series * products).double() - (products.double() * factor).tanh()
         assert error.abs().max() < 8e-7
 
 

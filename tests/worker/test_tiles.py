@@ -9,7 +9,7 @@ from cqs.patterns import from_mask
 from cqs.patterns.views import View
 from cqs.scheduler import Step
 from cqs.worker.triton.tiles import (
-    FAR,
+    FAR_32,
     NO_BITS,
     key_launches,
     make_tile_list,
@@ -26,11 +26,11 @@ def visits(launches, shape, block, num_rows=None):
     count = np.zeros((num_rows or shape[0], shape[1]), int)
     for launch in launches:
         row_step, column_step = launch.steps
-        found = make_tile_list(launch, TILE, block)
-        for start, stop, row, first, banded_stop, last, num_full, _ in found.tiles:
+        tile_list = make_tile_list(launch, TILE, block)
+        for start, stop, row, first, banded_stop, last, num_full, _ in tile_list.tiles:
             assert 0 < stop - start <= TILE and first < last
             rows = np.arange(start, stop)[:, None]
-            for number, run in enumerate(found.runs[first:last], first):
+            for number, run in enumerate(tile_list.runs[first:last], first):
                 k0, k1, low, high, bits, residue = run[:6]
                 assert k0 < k1
                 assert number < banded_stop or ((k1 - k0) % block == 0 and bits == NO_BITS)
@@ -43,7 +43,7 @@ def visits(launches, shape, block, num_rows=None):
                     live &= integers >> (c // 8 * 2 + c % 2) & 1 == 1
                 out = row + row_step * np.arange(stop - start)
                 np.add.at(count, np.ix_(out, columns * column_step + residue), live)
-            full = found.runs[banded_stop:last]
+            full = tile_list.runs[banded_stop:last]
             assert num_full == (full[:, 1] - full[:, 0]).sum() // block
     return count
 
@@ -96,7 +96,7 @@ def test_bits_are_visited_once(block):
 
 
 @pytest.mark.parametrize("block", [1, 8, 128])
-@pytest.mark.parametrize(("low", "high"), [(-7, 3), (-40, -20), (0, 0), (5, 90), (-FAR, -3)])
+@pytest.mark.parametrize(("low", "high"), [(-7, 3), (-40, -20), (0, 0), (5, 90), (-FAR_32, -3)])
 def test_bands_are_visited_once(low, high, block):
     view = View(range(3, 100), range(10, 95), low, high)
     distance = np.arange(95) - np.arange(100)[:, None]

@@ -68,8 +68,8 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
             lse.new_full((rows, *lse.shape[:2]), torch.nan).movedim(0, 2),
         )
         worker.run_steps(task.steps, *held, into=places)
-        for place, found in zip(places, zip(*expected, strict=True), strict=True):
-            assert torch.equal(place, torch.cat(found, dim=2))
+        for place, parts in zip(places, zip(*expected, strict=True), strict=True):
+            assert torch.equal(place, torch.cat(parts, dim=2))
         together = worker.run_together(task.steps, *held)
         wide = [torch.cat([torch.full_like(part, torch.nan)] * 2, dim=1) for part in together]
         places = Partial(*(part[:, 1 : 1 + output.shape[1]] for part in wide))
@@ -100,8 +100,8 @@ def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_ca
     steps = [step for task in problem.make_plan(num_tasks).tasks for step in task.steps]
     held = list(map(HeldTokens.whole, tensors_of(problem)))
     output, lse = Worker.of(problem).run_together(steps, *held)
-    of_queries = map(HeldTokens.whole, (torch.randn_like(output), output, lse))
-    held += of_queries
+    output_tensors = map(HeldTokens.whole, (torch.randn_like(output), output, lse))
+    held += output_tensors
 
     def differentiate(**options):
         return Worker.of(problem).run_backward(steps, *held, **options)
@@ -109,8 +109,8 @@ def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_ca
     sums, rounded = differentiate(), differentiate(dtype=torch.bfloat16)
     assert all(gradient.dtype == torch.float32 for gradient in sums)
     assert all((gradient.dtype == torch.bfloat16) == is_one_call for gradient in rounded)
-    assert all(map(torch.equal, sums, (each.float() for each in rounded)))
-    rounding = sum((each.bfloat16().float() != each).sum() for each in sums)
+    assert all(map(torch.equal, sums, (t.float() for t in rounded)))
+    rounding = sum((t.bfloat16().float() != t).sum() for t in sums)
     assert (rounding == 0) == is_one_call
 
 

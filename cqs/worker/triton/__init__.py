@@ -58,12 +58,12 @@ class _Triton(TaskBackend):
             return launch.attend_block_rows(operands, **options)
 
     def differentiate(
-        self, operands: TaskOperands, *of_queries: Tensor, **options: Any
+        self, operands: TaskOperands, *output_tensors: Tensor, **options: Any
     ) -> Sequence[Tensor]:
         from cqs.worker.triton import launch
 
         with torch.cuda.device_of(operands.query):
-            return launch.gradients_of_block_rows(operands, *of_queries, **options)
+            return launch.gradients_of_block_rows(operands, *output_tensors, **options)
 
 
 def _is_interpreted() -> bool:

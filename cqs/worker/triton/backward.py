@@ -195,7 +195,7 @@ def query_gradients(
     if slopes is not None:
         slope = tl.load(slopes + head)
     tokens = (query_residue + positions * query_step)[:, None]
-    of_bias = bias, bias_strides, batch, head % num_heads, tokens
+    bias_rows = bias, bias_strides, batch, head % num_heads, tokens
     steps = query_step, key_step
     acc = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     for index in range(tl.load(tile + TILE_RUN_START), tl.load(tile + TILE_RUN_STOP)):
@@ -209,9 +209,9 @@ def query_gradients(
             is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
             in_run = (keys < stop)[None, :]
             columns = (residue + keys * key_step)[None, :]
-            of_pairs = load_bias(*of_bias, columns, in_tile[:, None] & in_run)
+            pair_bias = load_bias(*bias_rows, columns, in_tile[:, None] & in_run)
             scores, unit, capped = apply_terms(
-                products, scale * _LOG2E, softcap, slope, of_pairs, run, positions, k0, *steps
+                products, scale * _LOG2E, softcap, slope, pair_bias, run, positions, k0, *steps
             )
             p = tl.exp2(scores * unit - lses[:, None])
             grad_p = tl.dot(grad_out, v.T, input_precision=PRECISION)
@@ -225,7 +225,7 @@ def query_gradients(
                 grad_scores *= 1 - capped * capped
             grad_scores = tl.where(is_visible, grad_scores, 0.0)
             acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=PRECISION)
-    _write(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
+    _write_tile(grad_query, acc * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
 
 
 @triton.jit(
@@ -354,11 +354,11 @@ def key_gradients(
                 deltas = tl.load(delta + place, mask=in_run, other=0.0)
                 products = tl.dot(k, q.T, input_precision=PRECISION)
                 columns = (residue + queries * query_step)[None, :]
-                of_pairs = load_bias(
+                pair_bias = load_bias(
                     bias, bias_strides, batch, head, columns, tokens[:, None], in_pairs
                 )
                 scores, unit, capped = apply_terms(
-                    products, scale * _LOG2E, softcap, slope, of_pairs, run, positions, q0, *steps
+                    products, scale * _LOG2E, softcap, slope, pair_bias, run, positions, q0, *steps
                 )
                 p = tl.exp2(scores * unit - lses[None, :])
                 is_visible = visible(mask_bits, run, positions, queries, key_step, query_step)
@@ -379,12 +379,12 @@ def key_gradients(
     if dropout_bits is not None:
         acc_v *= keep_scale
     rows = kv_head.to(tl.int64) * num_keys + tokens
-    _write(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
-    _write(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V, IS_SUM)
+    _write_tile(grad_key, acc_k * scale, rows, in_tile, head_dim, BLOCK_D, IS_SUM)
+    _write_tile(grad_value, acc_v, rows, in_tile, value_dim, BLOCK_V, IS_SUM)
 
 
 @triton.jit
-def _write(target, values, rows, in_tile, dim, BLOCK: tl.constexpr, IS_SUM: tl.constexpr):
+def _write_tile(target, values, rows, in_tile, dim, BLOCK: tl.constexpr, IS_SUM: tl.constexpr):
     """Write or add a tile to rows of a gradient that no other program reads or writes."""
     columns = tl.arange(0, BLOCK)
     place = target + rows[:, None] * dim + columns[None, :]

@@ -38,9 +38,9 @@ def describe(
     ):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     batch, num_heads, num_rows, dim = tensor.shape
-    of_batch, of_head, of_row, _ = tensor.stride()
+    batch_stride, head_stride, row_stride, _ = tensor.stride()
     shape = [batch, num_heads, step, num_rows // step, dim]
-    strides = [of_batch, of_head, of_row, of_row * step, 1]
+    strides = [batch_stride, head_stride, row_stride, row_stride * step, 1]
     # Strides of dimensions of size 1 are never used, but are checked too.
     strides[:4] = [s if n > 1 else align for n, s in zip(shape, strides[:4], strict=False)]
     block = [1, 1, 1, rows, columns or triton.next_power_of_2(dim)]
@@ -53,5 +53,5 @@ def describe(
 @lru_cache(maxsize=64)
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return the layout of a block in shared memory, with the swizzling that wgmma reads."""
-    of_element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(list(block), of_element)
+    element_type = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), element_type)

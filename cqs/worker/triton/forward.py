@@ -151,7 +151,7 @@ def attend_tiles(
     if slopes is not None:
         slope = tl.load(slopes + head)
     tokens = (query_residue + positions * query_step)[:, None]
-    of_bias = bias, bias_strides, batch, head % num_heads, tokens
+    bias_rows = bias, bias_strides, batch, head % num_heads, tokens
     steps = query_step, key_step
     largest = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
@@ -171,9 +171,9 @@ def attend_tiles(
             keys = k0 + tl.arange(0, TILE_K)
             in_run = (keys < stop)[None, :]
             columns = (residue + keys * key_step)[None, :]
-            of_pairs = load_bias(*of_bias, columns, in_tile[:, None] & in_run)
+            pair_bias = load_bias(*bias_rows, columns, in_tile[:, None] & in_run)
             scores, unit, capped = apply_terms(
-                products, scale_log2, softcap, slope, of_pairs, run, positions, k0, *steps
+                products, scale_log2, softcap, slope, pair_bias, run, positions, k0, *steps
             )
             is_visible = visible(mask_bits, run, positions, keys, query_step, key_step)
             scores = tl.where(is_visible, scores, float("-inf"))
@@ -193,9 +193,9 @@ def attend_tiles(
             products = tl.dot(q, k.T, input_precision=PRECISION)
             keys = k0 + tl.arange(0, TILE_K)
             columns = (residue + keys * key_step)[None, :]
-            of_pairs = load_bias(*of_bias, columns, in_tile[:, None])
+            pair_bias = load_bias(*bias_rows, columns, in_tile[:, None])
             scores, unit, capped = apply_terms(
-                products, scale_log2, softcap, slope, of_pairs, run, positions, k0, *steps
+                products, scale_log2, softcap, slope, pair_bias, run, positions, k0, *steps
             )
             # A bias of -inf masks pairs out, of full runs too.
             p, largest, total, decay = _exponentials(scores, largest, total, unit, bias is not None)
@@ -239,7 +239,7 @@ def _exponentials(scores, largest, total, unit, MAY_BE_EMPTY: tl.constexpr):
 
     Returns:
         Probabilities relative to the new maximum, the new maximum, the new denominator, and the
-        factor on what was accumulated before.
+        factor on the sums of earlier blocks.
     """
     larger = tl.maximum(largest, tl.max(scores, 1) * unit)
     shift = larger

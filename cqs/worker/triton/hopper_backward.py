@@ -1,4 +1,4 @@
-"""What the two backward kernels for Hopper GPUs share; backward.py explains what they compute.
+"""Functions of both backward kernels for Hopper GPUs; backward.py explains the gradients.
 
 As in the forward kernel, a producer warp copies and two consumers compute, each with half of a
 tile's rows; hopper_queue.py explains the barriers. A tile stays in shared memory while the blocks
@@ -33,7 +33,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def allocate(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
+def allocate_tiles(fixed_a, fixed_b, moving_a, moving_b, STAGES: gl.constexpr):
     """Allocate two tiles, the current and the next, and a ring of ``STAGES`` blocks.
 
     Args:
@@ -85,9 +85,9 @@ def produce(
 
     Args:
         queue: Return value of ``make_queue``.
-        memory: Return value of :func:`allocate`.
+        memory: Return value of :func:`allocate_tiles`.
         work: Tiles, runs, mask bits and the numbers of tiles, long tiles and items.
-        sources: Descriptors in the order of the arguments of :func:`allocate`.
+        sources: Descriptors in the order of the arguments of :func:`allocate_tiles`.
         counter: int32 ``[2]``: the first element is the number of items that programs took after
             their first.
         num_heads: Number of query heads.
@@ -168,7 +168,7 @@ def same_tile(memory, turn, half: gl.constexpr, count):
     from undefined addresses.
 
     Args:
-        memory: Return value of :func:`allocate`.
+        memory: Return value of :func:`allocate_tiles`.
         turn: Number of items so far.
         half: Half of the tile, 0 or 1.
         count: A number of at least 0: ``count >> 31`` is then 0, which compilers do not know.

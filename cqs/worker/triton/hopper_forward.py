@@ -526,7 +526,7 @@ def _banded_scores(
 
 @gluon.jit
 def _shift_of_cap(softcap):
-    """Return what to subtract from exponents that a soft cap bounds, in base-2 logarithms.
+    """Return the shift of exponents that a soft cap bounds, in base-2 logarithms.
 
     They are between ``-top`` and ``top``. The largest becomes 0 or, if the smallest would be less
     than -120, that becomes -120: float32 and bfloat16 have all their digits there.

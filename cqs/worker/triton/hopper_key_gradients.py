@@ -19,7 +19,7 @@ from cqs.worker.triton.fields import (
 )
 from cqs.worker.triton.hopper_backward import (
     CONSUMERS,
-    allocate,
+    allocate_tiles,
     issue_product,
     probabilities,
     produce,
@@ -125,7 +125,7 @@ def key_gradients_on_hopper(
         IS_SUM: Whether to add to the gradients instead of overwriting them.
     """
     queue = make_queue(CONSUMERS)
-    memory = allocate(key, value, query, grad_output, STAGES)
+    memory = allocate_tiles(key, value, query, grad_output, STAGES)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (key_step, query_step)
     sources = (key, value, query, grad_output)
@@ -185,7 +185,7 @@ def _consume_for_keys(
         acc_v = gl.zeros([ROWS, BLOCK_V], gl.float32, value_layout)
         for member in range(GROUP_SIZE):
             first_row = (kv_head * GROUP_SIZE + member).to(gl.int64) * num_queries
-            of_columns = (lse_log2 + first_row, delta + first_row, terms)
+            head_stats = (lse_log2 + first_row, delta + first_row, terms)
             slope = None
             if slopes is not None:
                 slope = gl.load(slopes + kv_head * GROUP_SIZE + member)
@@ -197,7 +197,7 @@ def _consume_for_keys(
                     run = (start, stop, band, bits_start)
                     place = (mask_bits, run, steps, key_start, q0, offset, residue)
                     acc_k, acc_v = _key_step(
-                        tile, ring, i, acc_k, acc_v, of_columns, slope, place, True, HAS_BITS
+                        tile, ring, i, acc_k, acc_v, head_stats, slope, place, True, HAS_BITS
                     )
                     i += 1
             for number in range(banded_stop, run_stop):
@@ -207,7 +207,7 @@ def _consume_for_keys(
                     run = (start, stop, (0, 0), 0)
                     place = (mask_bits, run, steps, key_start, q0, offset, residue)
                     acc_k, acc_v = _key_step(
-                        tile_again, ring, i, acc_k, acc_v, of_columns, slope, place, False, False
+                        tile_again, ring, i, acc_k, acc_v, head_stats, slope, place, False, False
                     )
                     i += 1
         mbarrier.arrive(tile_free.index(turn & 1), count=1)

@@ -153,7 +153,7 @@ def are_set(layout: gl.constexpr, place, exist, first_bit):
     """
     ROWS: gl.constexpr = layout.warps_per_cta[0] * layout.instr_shape[0]
     COLUMNS: gl.constexpr = layout.instr_shape[1]
-    # Column c = pair * 8 + integer * 2 + of_pair, so [ROWS, COLUMNS] splits into these dimensions
+    # Column c = pair * 8 + integer * 2 + parity, so [ROWS, COLUMNS] splits into these dimensions
     # without moving registers; each index below is an arange in a slice of that layout.
     tile = gl.full([ROWS, COLUMNS], 0, gl.int32, layout).reshape([ROWS, COLUMNS // 8, 4, 2])
     whole: gl.constexpr = tile.type.layout
@@ -167,11 +167,11 @@ def are_set(layout: gl.constexpr, place, exist, first_bit):
     pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, whole)))
     pair = gl.arange(0, COLUMNS // 8, pair_layout)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 2), 3)
-    of_pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
-    of_pair = gl.arange(0, 2, of_pair_layout)
-    of_pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(of_pair, 0), 1), 2)
-    found = tile + (integers >> (first_bit + pair * 2 + of_pair) & 1)
-    return gl.convert_layout(found.reshape([ROWS, COLUMNS]), layout) != 0
+    parity_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
+    parity = gl.arange(0, 2, parity_layout)
+    parity = gl.expand_dims(gl.expand_dims(gl.expand_dims(parity, 0), 1), 2)
+    bits = tile + (integers >> (first_bit + pair * 2 + parity) & 1)
+    return gl.convert_layout(bits.reshape([ROWS, COLUMNS]), layout) != 0
 
 
 @gluon.jit
@@ -210,7 +210,7 @@ def capped_powers(products, factor, unit, shift):
             must have been replaced before.
         factor: Positive factor on the products; its seventh power must be a float32 number.
         unit: Factor on the hyperbolic tangents.
-        shift: What is subtracted from the exponents.
+        shift: Number that is subtracted from the exponents.
     """
     zeros = gl.full(products.shape, 0.0, gl.float32, products.type.layout)
     square = factor * factor
@@ -250,7 +250,7 @@ def alibi(layout: gl.constexpr, slope, offset, steps, row_start, column_start):
     ROWS: gl.constexpr = layout.warps_per_cta[0] * layout.instr_shape[0]
     COLUMNS: gl.constexpr = layout.instr_shape[1]
     row_step, column_step = steps
-    # Column c = pair * 8 + quarter * 2 + of_pair. Only the quarter depends on the thread: others
+    # Column c = pair * 8 + quarter * 2 + parity. Only the quarter depends on the thread: others
     # are constants of a thread's registers, and each element takes one instruction.
     tile = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout).reshape([ROWS, COLUMNS // 8, 4, 2])
     whole: gl.constexpr = tile.type.layout
@@ -262,10 +262,10 @@ def alibi(layout: gl.constexpr, slope, offset, steps, row_start, column_start):
     pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, whole)))
     pair = 8 * gl.arange(0, COLUMNS // 8, pair_layout)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 2), 3)
-    of_pair_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
-    of_pair = gl.arange(0, 2, of_pair_layout)
-    of_pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(of_pair, 0), 1), 2)
-    column = (pair + of_pair).to(gl.float32) + tile
+    parity_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
+    parity = gl.arange(0, 2, parity_layout)
+    parity = gl.expand_dims(gl.expand_dims(gl.expand_dims(parity, 0), 1), 2)
+    column = (pair + parity).to(gl.float32) + tile
     place = gl.expand_dims(gl.expand_dims(place, 1), 3) + tile
-    found = gl.fma(column, tile - column_step * slope, place)
-    return gl.convert_layout(gl.abs(found.reshape([ROWS, COLUMNS])), layout)
+    biases = gl.fma(column, tile - column_step * slope, place)
+    return gl.convert_layout(gl.abs(biases.reshape([ROWS, COLUMNS])), layout)

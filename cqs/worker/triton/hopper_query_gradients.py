@@ -19,7 +19,7 @@ from cqs.worker.triton.fields import (
 )
 from cqs.worker.triton.hopper_backward import (
     CONSUMERS,
-    allocate,
+    allocate_tiles,
     issue_product,
     probabilities,
     produce,
@@ -109,7 +109,7 @@ def query_gradients_on_hopper(
         IS_SUM: Whether to add to ``grad_query`` instead of overwriting it.
     """
     queue = make_queue(CONSUMERS)
-    memory = allocate(query, grad_output, key, value, STAGES)
+    memory = allocate_tiles(query, grad_output, key, value, STAGES)
     work = (tiles, runs, mask_bits, num_tiles, num_long, num_items)
     steps = (query_step, key_step)
     sources = (query, grad_output, key, value)
@@ -165,7 +165,7 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
         rows = first_row + row * query_step
         lses = gl.load(lse_log2 + rows, mask=in_tile, other=float("inf"))
         deltas = gl.load(delta + rows, mask=in_tile, other=0.0)
-        of_rows = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), terms)
+        stats = (gl.expand_dims(lses, 1), gl.expand_dims(deltas, 1), terms)
         slope = None
         if slopes is not None:
             slope = gl.load(slopes + item_field(item, ITEM_HEAD))
@@ -182,7 +182,7 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
                 run = (start, stop, band, bits_start)
                 place = (mask_bits, run, steps, query_start, k0, offset, 0)
                 acc, grad_scores = _query_step(
-                    tile, ring, i, first, acc, grad_scores, of_rows, slope, place, True, HAS_BITS
+                    tile, ring, i, first, acc, grad_scores, stats, slope, place, True, HAS_BITS
                 )
                 i += 1
         tile = same_tile(memory, turn, half, full_blocks)
@@ -191,7 +191,7 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
             for j in range(i, i + full_blocks):
                 place = (mask_bits, no_run, steps, query_start, 0, 0, 0)
                 acc, grad_scores = _query_step(
-                    tile, ring, j, first, acc, grad_scores, of_rows, slope, place, False, False
+                    tile, ring, j, first, acc, grad_scores, stats, slope, place, False, False
                 )
             i += full_blocks
         else:
@@ -199,17 +199,9 @@ def _consume_for_queries(context, HAS_BITS: gl.constexpr, IS_SUM: gl.constexpr, 
                 start, stop, _ = load_place(runs, number)
                 offset = load_offset(runs, number)
                 for k0 in range(start, stop, BLOCK):
-                    place = (
-                        mask_bits,
-                        no_run,
-                        steps,
-                        query_start,
-                        k0,
-                        load_offset(runs, number),
-                        0,
-                    )
+                    place = (mask_bits, no_run, steps, query_start, k0, offset, 0)
                     acc, grad_scores = _query_step(
-                        tile, ring, i, first, acc, grad_scores, of_rows, slope, place, False, False
+                        tile, ring, i, first, acc, grad_scores, stats, slope, place, False, False
                     )
                     i += 1
         # No product reads the tile any more: the last one, below, reads the last key block.

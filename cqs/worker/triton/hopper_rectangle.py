@@ -298,8 +298,8 @@ def rectangle_gradients(
             (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 0)),
             (_consume, (context, IS_CAUSAL, IS_RAGGED, IS_SUM, 1)),
             (_produce, producing),
-            (_write, even),
-            (_write, odd),
+            (_write_query_gradients, even),
+            (_write_query_gradients, odd),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -328,7 +328,7 @@ def _next(queue, turn):
 
 
 @gluon.jit
-def _load(source, coordinates, barrier, target):
+def _load_block(source, coordinates, barrier, target):
     """Copy a block to shared memory of the same size and swizzling in another shape."""
     target = _reinterpret(target, source.dtype, source.block_shape, source.layout)
     async_load(source, coordinates, barrier, target)
@@ -419,15 +419,15 @@ def _produce(
         mbarrier.expect(arrived, TILE_BYTES)
         for half in gl.static_range(2):
             first_key = tile * TILE_KEYS + half * HALF
-            _load(key, [batch, head_of_batch, 0, first_key, 0], arrived, k.index(half))
-            _load(value, [batch, head_of_batch, 0, first_key, 0], arrived, v.index(half))
+            _load_block(key, [batch, head_of_batch, 0, first_key, 0], arrived, k.index(half))
+            _load_block(value, [batch, head_of_batch, 0, first_key, 0], arrived, v.index(half))
             if BLOCK_D != 128:
                 for part in gl.static_range(2):
                     corner = [batch, head_of_batch, 0, first_key, part * (BLOCK_D // 2)]
-                    _load(key_halves, corner, arrived, halves.index(half * 2 + part))
+                    _load_block(key_halves, corner, arrived, halves.index(half * 2 + part))
         query_head = head * group
-        of_tile = _visits_of(tile, first, sizes, lists)
-        number, count, _ = of_tile
+        tile_visits = _visits_of(tile, first, sizes, lists)
+        number, count, _ = tile_visits
         for _visit in range(count * group):
             block = number
             if visits is not None:
@@ -437,16 +437,16 @@ def _produce(
             mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
             mbarrier.expect(arrived, BLOCK_BYTES)
             row = block * BLOCK_QUERIES
-            of_batch = query_head - batch * heads_of_batch * group
-            of_rows = (query_head * num_blocks + block) * (2 * BLOCK_QUERIES)
-            _load(query, [batch, of_batch, 0, row, 0], arrived, q.index(stage))
-            async_load(statistics, [of_rows], arrived, lse.index(stage))
-            _load(grad_output, [batch, of_batch, 0, row, 0], arrived, do.index(stage))
-            async_load(statistics, [of_rows + BLOCK_QUERIES], arrived, delta.index(stage))
+            batch_query_head = query_head - batch * heads_of_batch * group
+            statistics_start = (query_head * num_blocks + block) * (2 * BLOCK_QUERIES)
+            _load_block(query, [batch, batch_query_head, 0, row, 0], arrived, q.index(stage))
+            async_load(statistics, [statistics_start], arrived, lse.index(stage))
+            _load_block(grad_output, [batch, batch_query_head, 0, row, 0], arrived, do.index(stage))
+            async_load(statistics, [statistics_start + BLOCK_QUERIES], arrived, delta.index(stage))
             if visits is not None:
                 async_load(visit_records, [number * VISIT_FIELDS], arrived, records.index(stage))
             query_head, number = _following(
-                query_head, number, head, group, of_tile, HEADS_ALTERNATE
+                query_head, number, head, group, tile_visits, HEADS_ALTERNATE
             )
             i += 1
         # Taken late, so that items start in the order of the queue.
@@ -456,7 +456,7 @@ def _produce(
 
 
 @gluon.jit
-def _write(
+def _write_query_gradients(
     queue,
     sizes,
     exchange,
@@ -482,8 +482,8 @@ def _write(
     while index < num_items:
         head, tile, first = place_of_item(index, sizes, IS_CAUSAL)
         query_head = head * group
-        of_tile = _visits_of(tile, first, sizes, lists)
-        number, count, _ = of_tile
+        tile_visits = _visits_of(tile, first, sizes, lists)
+        number, count, _ = tile_visits
         for _visit in range(count * group):
             if i % 2 == writer:
                 block = number
@@ -492,11 +492,11 @@ def _write(
                     block = gl.load(visits + number * VISIT_FIELDS + VISIT_BLOCK)
                     turn_of_visit = gl.load(visits + number * VISIT_FIELDS + VISIT_TURN)
                 place = query_head * num_blocks + block
-                of_block = (state + STATE_TURNS + place).to(gl.int64)
+                turn_address = (state + STATE_TURNS + place).to(gl.int64)
                 gl.inline_asm_elementwise(
                     _WAIT_FOR_TURN,
                     "=r,l,r",
-                    [of_block, turn_of_visit],
+                    [turn_address, turn_of_visit],
                     dtype=gl.int32,
                     is_pure=False,
                     pack=1,
@@ -509,10 +509,10 @@ def _write(
                 tma.store_wait(0)
                 mbarrier.arrive(dq_free.index(i & 1), count=1)
                 gl.inline_asm_elementwise(
-                    _PASS_TURN_ON, "=r,l", [of_block], dtype=gl.int32, is_pure=False, pack=1
+                    _PASS_TURN_ON, "=r,l", [turn_address], dtype=gl.int32, is_pure=False, pack=1
                 )
             query_head, number = _following(
-                query_head, number, head, group, of_tile, HEADS_ALTERNATE
+                query_head, number, head, group, tile_visits, HEADS_ALTERNATE
             )
             i += 1
         turn += 1
@@ -552,8 +552,8 @@ def _consume(
         else:
             distance = num_keys - row
         member = 0
-        of_tile = _visits_of(tile, first, sizes, lists)
-        for _visit in range(of_tile[1] * group):
+        tile_visits = _visits_of(tile, first, sizes, lists)
+        for _visit in range(tile_visits[1] * group):
             acc_k, acc_v = _add_products(
                 context, i, acc_k, acc_v, distance, IS_CAUSAL, IS_RAGGED, half
             )
@@ -665,7 +665,7 @@ def _add_products(
     COLUMNS: gl.constexpr = k_tile.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_QUERIES, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    of_columns: gl.constexpr = gl.SliceLayout(0, layout)
+    column_layout: gl.constexpr = gl.SliceLayout(0, layout)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_v.type.layout, 2)
     stage = i % STAGES
     buffer = i & 1
@@ -674,11 +674,11 @@ def _add_products(
     zeros = gl.zeros([HALF, BLOCK_QUERIES], gl.float32, layout)
     mbarrier.wait(ready.index(stage), i // STAGES & 1)
     # The statistics are negative: dP starts from -delta, which then needs no registers of its own.
-    deltas = _pin(zeros + gl.expand_dims(delta_ring.index(stage).load(of_columns), 0))
+    deltas = _pin(zeros + gl.expand_dims(delta_ring.index(stage).load(column_layout), 0))
     s = warpgroup_mma(k_tile.index(half), q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v_tile.index(half), do.permute([1, 0]), deltas, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    lses = lse_ring.index(stage).load(of_columns)
+    lses = lse_ring.index(stage).load(column_layout)
     p = gl.exp2(s * scale_log2 + gl.expand_dims(lses, 0))
     mask = -1
     if mask_bits is not None:

@@ -72,8 +72,8 @@ idle at the end, and visit more masked pairs: 1.16 for a window of 10 % of 16K t
 _BOUNDING_CAPS = 16.0, 50.0
 """Soft caps with which the Hopper kernel computes no maxima of rows.
 
-Below, many scores are so close to the cap that a polynomial does not serve them. Beyond, exponents
-would exceed what leaves room for sums and large values in float32."""
+Below, many scores are so close to the cap that the polynomial is inaccurate. Above, exponents would
+be too large for sums and large values in float32."""
 
 
 def attend_block_rows(
@@ -170,27 +170,27 @@ def gradients_of_block_rows(
     _, _, num_keys, value_dim = value.shape
     tiles = choose_tiles(operands, is_backward=True)
     if tiles.on_hopper and into is None:
-        of_rows = grad_output, output, lse, dtype, num_processors(query.device)
+        arguments = grad_output, output, lse, dtype, num_processors(query.device)
         if takes_visits(operands):
-            return gradients_of_visits(operands, *of_rows)
+            return gradients_of_visits(operands, *arguments)
         if takes_rectangle_kernel(operands):
-            return gradients_of_rectangles(operands, *of_rows)
-        if (of_residues := _gradients_of_residues(operands, of_rows)) is not None:
-            return of_residues
+            return gradients_of_rectangles(operands, *arguments)
+        if (residue_gradients := _gradients_of_residues(operands, arguments)) is not None:
+            return residue_gradients
     statistics = launch_row_statistics(grad_output, output, lse)
 
     def compute(
         likes: Sequence[Tensor], kernels: tuple[Launcher, Launcher], *sizes: int
     ) -> Sequence[Tensor]:
         """Compute the gradients of ``likes``: the query, or the key and the value."""
-        tiles_are_keys = len(likes) == 2
-        all_lists = _make_lists(query.device, work, tiles.rows, tiles.block, of_keys=tiles_are_keys)
+        are_keys = len(likes) == 2
+        launches = _make_lists(query.device, work, tiles.rows, tiles.block, tiles_are_keys=are_keys)
         # Several launches add up, which is done in float32.
-        of_targets = dtype or torch.float32 if len(all_lists) == 1 else torch.float32
-        is_partial = not all_lists or all_lists[0].num_rows < likes[0].shape[2]
+        target_dtype = dtype or torch.float32 if len(launches) == 1 else torch.float32
+        is_partial = not launches or launches[0].num_rows < likes[0].shape[2]
         new = torch.zeros if is_partial else torch.empty
-        targets = into or [new(t.shape, dtype=of_targets, device=t.device) for t in likes]
-        for i, lists in enumerate(all_lists):
+        targets = into or [new(t.shape, dtype=target_dtype, device=t.device) for t in likes]
+        for i, lists in enumerate(launches):
             scales = (scale, scale / math.log(2)) if tiles.on_hopper else (scale,)
             _launch(
                 kernels,
@@ -200,7 +200,7 @@ def gradients_of_block_rows(
                 (*statistics, *targets),
                 (*lists.steps, *sizes, *scales),
                 grad_output=grad_output,
-                tiles_are_keys=tiles_are_keys,
+                tiles_are_keys=are_keys,
                 IS_SUM=into is not None or i > 0,
             )
         return into or [target.to(dtype or torch.float32) for target in targets]
@@ -215,13 +215,13 @@ def gradients_of_block_rows(
 
 
 def _gradients_of_residues(
-    operands: TaskOperands, of_rows: tuple[Any, ...]
+    operands: TaskOperands, arguments: tuple[Any, ...]
 ) -> Sequence[Tensor] | None:
     """Compute the gradients of a dilated pattern in one launch, or return None if that is slower.
 
     Args:
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
-        of_rows: The other arguments of ``gradients_of_rectangles``.
+        arguments: The other arguments of ``gradients_of_rectangles``.
     """
     query, key, _, work, _, dropout, _, terms = operands
     if dropout is not None or terms is not None:
@@ -237,11 +237,11 @@ def _gradients_of_residues(
     else:
         return None
     num_kv_heads = key.shape[1]
-    *of_queries, dtype, num_programs = of_rows
-    grad_output, output, lse = (residues.fold(each, num_kv_heads) for each in of_queries)
-    found = list(compute(folded, grad_output, output, lse, dtype, num_programs))
+    *output_tensors, dtype, num_programs = arguments
+    grad_output, output, lse = (residues.fold(tensor, num_kv_heads) for tensor in output_tensors)
+    gradients = list(compute(folded, grad_output, output, lse, dtype, num_programs))
     del folded, grad_output, output, lse  # with GQA they are copies
-    return residues.unfold_gradients(found, num_kv_heads)
+    return residues.unfold_gradients(gradients, num_kv_heads)
 
 
 _FORWARD_KERNELS = Launcher(attend_tiles), Launcher(attend_tiles_on_hopper)
@@ -310,15 +310,15 @@ def _suits_three_consumers(work: Work, block: int, packed: bool) -> bool:
     if any(view.bits is not None for block_row in work.block_rows for view in block_row.views):
         return False
     for launch in query_launches(work, packed=packed):
-        found = make_tile_list(launch, _ROWS_OF_THREE, block)
-        num_tiles = len(found.tiles)
-        is_short = found.blocks.sum() < _MIN_BLOCKS_OF_THREE * num_tiles
-        if is_short or num_tiles * _ROWS_OF_THREE > _MAX_ROWS_OF_THREE * _num_rows(found):
+        tile_list = make_tile_list(launch, _ROWS_OF_THREE, block)
+        num_tiles = len(tile_list.tiles)
+        is_short = tile_list.blocks.sum() < _MIN_BLOCKS_OF_THREE * num_tiles
+        if is_short or num_tiles * _ROWS_OF_THREE > _MAX_ROWS_OF_THREE * _num_tile_rows(tile_list):
             return False
     return True
 
 
-def _num_rows(tiles: TileList) -> int:
+def _num_tile_rows(tiles: TileList) -> int:
     return int((tiles.tiles[:, TILE_ROW_STOP] - tiles.tiles[:, TILE_ROW_START]).sum())
 
 
@@ -344,17 +344,17 @@ def _make_lists(
     tile_rows: int,
     block: int,
     *,
-    of_keys: bool = False,
+    tiles_are_keys: bool = False,
     packed: bool = False,
 ) -> list[_Lists]:
     """Return the launches whose tiles are of queries, or of keys; see tiles.py."""
     lists = []
-    for launch in key_launches(work) if of_keys else query_launches(work, packed=packed):
-        found = make_tile_list(launch, tile_rows, block)
-        arrays = found.tiles, found.runs, launch.mask_bits
-        tiles, runs, bits = (torch.from_numpy(each).to(device) for each in arrays)
+    for launch in key_launches(work) if tiles_are_keys else query_launches(work, packed=packed):
+        tile_list = make_tile_list(launch, tile_rows, block)
+        arrays = tile_list.tiles, tile_list.runs, launch.mask_bits
+        tiles, runs, bits = (torch.from_numpy(array).to(device) for array in arrays)
         mask_bits = bits if len(bits) else None
-        numbers = _num_rows(found), found.blocks, _num_polls(found.blocks)
+        numbers = _num_tile_rows(tile_list), tile_list.blocks, _num_polls(tile_list.blocks)
         lists.append(_Lists(launch.steps, tiles, runs, mask_bits, *numbers))
     return lists
 
@@ -390,27 +390,27 @@ def _launch(
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     softcap = terms.terms.softcap or None if terms else None
     slopes, bias = _term_tensors(operands)
-    of_terms = [each for each in (slopes, bias, sinks) if each is not None]
-    all_tensors = *described, *tensors, *of_terms
+    term_tensors = [tensor for tensor in (slopes, bias, sinks) if tensor is not None]
+    all_tensors = *described, *tensors, *term_tensors
     if tiles.on_hopper:
         all_tensors = *all_tensors, new_counter(query.device)
 
     def make(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Arguments:
         rows_of_tile = 64 if tiles.on_hopper else tiles.rows  # there: those of a consumer
         sides = [(lists.steps.row, rows_of_tile), (lists.steps.column, tiles.block)]
-        of_queries, of_keys = sides[::-1] if tiles_are_keys else sides
+        query_block, key_block = sides[::-1] if tiles_are_keys else sides
         descriptors = [
-            describe(query, *of_queries, on_hopper=tiles.on_hopper),
-            describe(key, *of_keys, on_hopper=tiles.on_hopper),
-            describe(value, *of_keys, on_hopper=tiles.on_hopper),
+            describe(query, *query_block, on_hopper=tiles.on_hopper),
+            describe(key, *key_block, on_hopper=tiles.on_hopper),
+            describe(value, *key_block, on_hopper=tiles.on_hopper),
         ]
         if grad_output is not None:
-            descriptors.append(describe(others[0], *of_queries, on_hopper=tiles.on_hopper))
+            descriptors.append(describe(others[0], *query_block, on_hopper=tiles.on_hopper))
             others = others[1:]
         written, added = others[: len(tensors)], list(others[len(tensors) :])
-        of_slopes = None if slopes is None else added.pop(0)
-        of_bias = None if bias is None else added.pop(0)
-        of_sinks = None if sinks is None else added.pop(0)
+        slope_alias = None if slopes is None else added.pop(0)
+        bias_alias = None if bias is None else added.pop(0)
+        sink_alias = None if sinks is None else added.pop(0)
         num_tiles, num_heads = (
             len(lists.tiles),
             math.prod((key if tiles_are_keys else query).shape[:2]),
@@ -423,7 +423,7 @@ def _launch(
             **options,
         }
         if grad_output is None:
-            constants["sinks"] = of_sinks
+            constants["sinks"] = sink_alias
             if tiles.on_hopper:
                 constants["IS_BOUNDED"] = sinks is None and _bounds_exponents(operands)
         if tiles.on_hopper:
@@ -432,24 +432,24 @@ def _launch(
             counts = num_tiles, lists.num_long(num_heads, *grid), num_items
             bits = lists.tiles if lists.mask_bits is None else lists.mask_bits  # a pointer
             constants |= {"HAS_BITS": lists.mask_bits is not None, "num_warps": 4}
-            positional = *descriptors, *written, lists.tiles, lists.runs, bits, of_slopes, counter
+            positional = *descriptors, *written, lists.tiles, lists.runs, bits, slope_alias, counter
             return grid, (*positional, *counts, *numbers), constants
         constants |= {
-            "bias_strides": None if of_bias is None else of_bias.stride(),
+            "bias_strides": None if bias_alias is None else bias_alias.stride(),
             "drop_below": 0 if dropout is None else dropout.threshold,
             "keep_scale": 1.0 if dropout is None else dropout.scale,
-            "TILE_Q": of_queries[1],
-            "TILE_K": of_keys[1],
+            "TILE_Q": query_block[1],
+            "TILE_K": key_block[1],
             "BLOCK_D": triton.next_power_of_2(query.shape[-1]),
             "BLOCK_V": triton.next_power_of_2(value.shape[-1]),
             "PRECISION": "tf32x3" if query.dtype == torch.float32 else "ieee",
         }
-        masks = lists.mask_bits, dropout_bits, of_slopes, of_bias
+        masks = lists.mask_bits, dropout_bits, slope_alias, bias_alias
         positional = *descriptors, *written, lists.tiles, lists.runs, *masks, num_tiles
         return (num_items,), (*positional, *numbers), constants
 
-    of_lists = lists.tiles, lists.runs
-    kept = of_lists if lists.mask_bits is None else (*of_lists, lists.mask_bits)
+    records = lists.tiles, lists.runs
+    kept = records if lists.mask_bits is None else (*records, lists.mask_bits)
     signature = dropout, softcap, tiles_are_keys, numbers, *options.values()
     kernels[tiles.on_hopper].launch(all_tensors, make, key=signature, kept=kept)
 

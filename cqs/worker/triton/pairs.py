@@ -119,13 +119,13 @@ def _tanh(x):
     """Return the hyperbolic tangent with a relative error of a few float32 roundings."""
     size = tl.abs(x)
     power = tl.exp2(size * (-2 * _LOG2E))
-    found = (1 - power) / (1 + power)
+    result = (1 - power) / (1 + power)
     # 1 - power cancels for small numbers, for which five terms of the Taylor series suffice.
     square = size * size
     series = -17 / 315 + square * (62 / 2835)
     series = -1 / 3 + square * (2 / 15 + square * series)
-    found = tl.where(size < 0.25, size + size * square * series, found)
-    return tl.where(x < 0, -found, found)
+    result = tl.where(size < 0.25, size + size * square * series, result)
+    return tl.where(x < 0, -result, result)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ def load_bias(bias, strides, batch, head, queries, keys, mask):
         keys: Row numbers of keys in the tensor, in the other dimension.
         mask: Pairs that exist, broadcastable to all pairs.
     """
-    found = None
+    pair_bias = None
     if bias is not None:
         place = bias + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         place += queries.to(tl.int64) * strides[2] + keys.to(tl.int64) * strides[3]
-        found = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    return found
+        pair_bias = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    return pair_bias

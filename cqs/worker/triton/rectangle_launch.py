@@ -67,7 +67,7 @@ _MOST_VISITS, _MOST_LISTS = (2**17, 2**20), (128, 16)
 256 MiB of each. As many prepared launches may hold lists that were kept before. Lists of patterns
 with bits count as long, and take more: a mask of 2 KiB for each partial visit.
 
-Tasks that run one after another on one GPU have a list each, whose making takes the host 5 to
+Tasks that run one after another on one GPU have a list each. The host makes a list in 5 to
 100 ms."""
 _MOST_SPANNED = 1.1
 """Most blocks from a tile's first to its last visit, relative to the visits.
@@ -91,7 +91,7 @@ _CONVERT = Launcher(convert_query_gradient)
 
 
 class Rectangle(NamedTuple):
-    """Rows of the query tensor and of the key tensor, all of whose pairs are live or causal.
+    """Rows of the query tensor and of the key tensor with all pairs live, or causal.
 
     A causal rectangle is aligned at the end: its last query sees all of its keys. Its first queries
     may see none.
@@ -103,7 +103,7 @@ class Rectangle(NamedTuple):
 
     @property
     def num_pairs(self) -> float:
-        """The number of live pairs, about half of all in a causal square."""
+        """Return the number of live pairs, about half of all in a causal square."""
         below = max(len(self.keys) - len(self.queries), 0)
         wide = len(self.queries) * below
         rest = min(len(self.keys), len(self.queries)) * (len(self.keys) - below)
@@ -120,11 +120,11 @@ def takes_rectangle_kernel(operands: TaskOperands) -> bool:
     rectangles = rectangles_of(work) if _supports(operands) else None
     if rectangles is None:
         return False
-    num_heads, num_kv_heads = (each.shape[:2].numel() for each in (query, key))
+    num_heads, num_kv_heads = (tensor.shape[:2].numel() for tensor in (query, key))
     least = _MIN_PAIRS if len(rectangles) == 1 else _MIN_PAIRS_OF_SEVERAL * len(rectangles)
-    if num_kv_heads < _MIN_DENSE_HEADS and not any(each.is_causal for each in rectangles):
+    if num_kv_heads < _MIN_DENSE_HEADS and not any(rectangle.is_causal for rectangle in rectangles):
         least *= 3
-    return num_heads * sum(each.num_pairs for each in rectangles) >= least
+    return num_heads * sum(rectangle.num_pairs for rectangle in rectangles) >= least
 
 
 def takes_visits(operands: TaskOperands) -> bool:
@@ -165,14 +165,14 @@ def rectangles_of(work: Work) -> tuple[Rectangle, ...] | None:
         The rectangles, or ``None`` if the work has other pairs, none, or many rectangles. Two of
         them have the same queries or none in common.
     """
-    found: list[Rectangle] = []
+    rects: list[Rectangle] = []
     for block_row in work.block_rows:
         views = sorted(block_row.views, key=lambda view: (view.queries.start, view.keys.start))
-        for queries, of_queries in groupby(views, key=lambda view: view.queries):
+        for queries, query_views in groupby(views, key=lambda view: view.queries):
             if queries.step != 1:
                 return None
             united: list[list[View]] = []
-            for view in of_queries:
+            for view in query_views:
                 if view.keys.step != 1 or view.bits is not None:
                     return None
                 if united and united[-1][-1].keys.stop == view.keys.start:
@@ -180,17 +180,17 @@ def rectangles_of(work: Work) -> tuple[Rectangle, ...] | None:
                 else:
                     united.append([view])
             for adjacent in united:
-                whole = _unite(adjacent)
-                parts = [whole] if whole else [_unite([view]) for view in adjacent]
-                found += [part for part in parts if part]
-                if not all(parts) or len(found) > _MOST_RECTANGLES:
+                whole = _as_rectangle(adjacent)
+                parts = [whole] if whole else [_as_rectangle([view]) for view in adjacent]
+                rects += [part for part in parts if part]
+                if not all(parts) or len(rects) > _MOST_RECTANGLES:
                     return None
-    bounds = {bound for queries, _, _ in found for bound in (queries.start, queries.stop)}
-    parts = [part for first, stop in pairwise(sorted(bounds)) for part in _cut(found, first, stop)]
+    bounds = {bound for queries, _, _ in rects for bound in (queries.start, queries.stop)}
+    parts = [part for first, stop in pairwise(sorted(bounds)) for part in _clip(rects, first, stop)]
     return tuple(parts) or None
 
 
-def _cut(rectangles: Sequence[Rectangle], first: int, stop: int) -> Iterator[Rectangle]:
+def _clip(rectangles: Sequence[Rectangle], first: int, stop: int) -> Iterator[Rectangle]:
     """Yield the parts of rectangles that have the queries from ``first`` to ``stop``."""
     for queries, keys, is_causal in rectangles:
         if queries.start <= first and stop <= queries.stop:
@@ -199,7 +199,7 @@ def _cut(rectangles: Sequence[Rectangle], first: int, stop: int) -> Iterator[Rec
                 yield Rectangle(range(first, stop), seen, is_causal)
 
 
-def _unite(views: list[View]) -> Rectangle | None:
+def _as_rectangle(views: list[View]) -> Rectangle | None:
     """Return the rectangle of views of the same queries and adjacent keys, if it is one."""
     queries, keys = views[0].queries, range(views[0].keys.start, views[-1].keys.stop)
     if not queries or not keys:
@@ -253,16 +253,16 @@ def gradients_of_rectangles(
         return make(like.shape, dtype=dtype or torch.float32, device=like.device)
 
     grad_query = new(query, dtype, has_all_queries)
-    of_keys = [new(each, None if is_sum else dtype, not is_sum) for each in (key, value)]
-    for queries, of_queries in groupby(rectangles, key=lambda rectangle: rectangle.queries):
+    kv_gradients = [new(t, None if is_sum else dtype, not is_sum) for t in (key, value)]
+    for queries, query_rectangles in groupby(rectangles, key=lambda rectangle: rectangle.queries):
         rows = slice(queries.start, queries.stop)
-        of_rows = [each[:, :, rows] for each in (query, grad_output, output, lse, grad_query)]
+        query_tensors = [t[:, :, rows] for t in (query, grad_output, output, lse, grad_query)]
         parts = [
-            (is_causal, *(each[:, :, keys.start : keys.stop] for each in (key, value, *of_keys)))
-            for _, keys, is_causal in of_queries
+            (is_causal, *(t[:, :, keys.start : keys.stop] for t in (key, value, *kv_gradients)))
+            for _, keys, is_causal in query_rectangles
         ]
-        _add_rectangles(of_rows, parts, scale, num_processors, is_sum=is_sum)
-    return grad_query, *(each.to(dtype or torch.float32) for each in of_keys)
+        _add_rectangles(query_tensors, parts, scale, num_processors, is_sum=is_sum)
+    return grad_query, *(t.to(dtype or torch.float32) for t in kv_gradients)
 
 
 class _Visits(NamedTuple):
@@ -280,17 +280,17 @@ class _Visits(NamedTuple):
 def _make_visits(
     device: torch.device, work: Work, num_queries: int, num_keys: int, counts: VisitCounts
 ) -> _Visits:
-    found = make_visit_list(work, num_queries, num_keys)
-    arrays = found.starts, found.visits, found.masks
-    starts, visits, masks = (torch.from_numpy(each).flatten().to(device) for each in arrays)
-    return _Visits(starts, visits, masks, found.num_unvisited, counts)
+    visit_list = make_visit_list(work, num_queries, num_keys)
+    arrays = visit_list.starts, visit_list.visits, visit_list.masks
+    starts, visits, masks = (torch.from_numpy(array).flatten().to(device) for array in arrays)
+    return _Visits(starts, visits, masks, visit_list.num_unvisited, counts)
 
 
 _visits_of_kind = [cached_on_device(_make_visits, most) for most in _MOST_LISTS]
 
 
 def _is_long(counts: VisitCounts) -> bool:
-    """Return whether few lists with these numbers are kept."""
+    """Return whether few lists of this length are kept."""
     return counts.num_visits > _MOST_VISITS[0] or counts.has_bits
 
 
@@ -316,19 +316,19 @@ def gradients_of_visits(
     counts = count_visits(work, *lengths, _MOST_VISITS[-1])
     assert counts is not None
     lists = _visits_of_kind[_is_long(counts)](query.device, work, *lengths, counts)
-    found = [
-        torch.empty(each.shape, dtype=dtype or torch.float32, device=each.device)
-        for each in (query, key, value)
+    gradients = [
+        torch.empty(tensor.shape, dtype=dtype or torch.float32, device=tensor.device)
+        for tensor in (query, key, value)
     ]
-    grad_query, *of_keys = found
-    of_rows = query, grad_output, output, lse, grad_query
-    parts = [(False, key, value, *of_keys)]
-    _add_rectangles(of_rows, parts, scale, num_processors, is_sum=False, lists=lists)
-    return found
+    grad_query, *kv_gradients = gradients
+    query_tensors = query, grad_output, output, lse, grad_query
+    parts = [(False, key, value, *kv_gradients)]
+    _add_rectangles(query_tensors, parts, scale, num_processors, is_sum=False, lists=lists)
+    return gradients
 
 
 def _add_rectangles(
-    of_rows: Sequence[Tensor],
+    query_tensors: Sequence[Tensor],
     parts: Sequence[tuple[Any, ...]],
     scale: float,
     num_processors: int,
@@ -339,8 +339,8 @@ def _add_rectangles(
     """Compute the gradients of rectangles of the same queries.
 
     Args:
-        of_rows: Query, gradient of the output, output, LSE and gradient of the query; the last one
-            is overwritten.
+        query_tensors: Query, gradient of the output, output, LSE and gradient of the query; the
+            last one is overwritten.
         parts: For each rectangle whether it is causal, its key, value, and their gradients, which
             are overwritten or added to.
         scale: Factor on the scores.
@@ -348,11 +348,11 @@ def _add_rectangles(
         is_sum: Whether the launches add to sums. Otherwise there is one, which overwrites.
         lists: The visits of the only rectangle; ``None`` if all its pairs are live, or causal.
     """
-    query, grad_output, output, lse, grad_query = of_rows
+    query, grad_output, output, lse, grad_query = query_tensors
     batch, num_heads, num_queries, head_dim = query.shape
     heads, num_blocks = batch * num_heads, triton.cdiv(num_queries, _QUERIES)
-    of_blocks, _ = launch_row_statistics(grad_output, output, lse, in_blocks_of=_QUERIES)
-    statistics = of_blocks.as_strided((2 * heads * num_blocks * _QUERIES,), (1,))
+    block_statistics, _ = launch_row_statistics(grad_output, output, lse, in_blocks_of=_QUERIES)
+    statistics = block_statistics.as_strided((2 * heads * num_blocks * _QUERIES,), (1,))
     is_partial = lists is not None and lists.num_unvisited > 0
     new = torch.zeros if is_sum or is_partial else torch.empty
     shape = heads * num_blocks * _QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS
@@ -413,12 +413,12 @@ def _launch_rectangle(
             _describe_flat(statistics, [_QUERIES]),
             _describe_flat(sums, [_QUERIES * head_dim // _COLUMNS_OF_SUMS, _COLUMNS_OF_SUMS]),
         ]
-        of_lists: list[Any] = [None] * 4
+        list_arguments: list[Any] = [None] * 4
         visits_of_tile: float = triton.cdiv(num_queries, _QUERIES)
         if lists is not None:
-            of_visits = _describe_flat(lists.visits, [_INTEGERS_OF_COPY])
+            visit_descriptor = _describe_flat(lists.visits, [_INTEGERS_OF_COPY])
             visits_of_tile = lists.visits.numel() / VISIT_FIELDS / num_tiles
-            of_lists = [lists.starts, lists.visits, of_visits, lists.masks]
+            list_arguments = [lists.starts, lists.visits, visit_descriptor, lists.masks]
         numbers = (
             num_kv_heads,
             num_tiles,
@@ -443,7 +443,7 @@ def _launch_rectangle(
             "num_warps": 4,
         }
         grid = (min(num_kv_heads * num_tiles, num_processors),)
-        return grid, (*descriptors, *written, *of_lists, *numbers), constants
+        return grid, (*descriptors, *written, *list_arguments, *numbers), constants
 
     query = tensors[0]
     turns = query.shape[:2].numel() * triton.cdiv(query.shape[2], _QUERIES)

@@ -34,7 +34,7 @@ class Residues(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Whether queries see so many keys that the kernel with five products is faster."""
+        """Return whether queries see so many keys that the kernel with five products is faster."""
         return self.num_keys >= _LEAST_KEYS
 
     def fold(self, tensor: Tensor, num_kv_heads: int) -> Tensor:
@@ -58,15 +58,15 @@ class Residues(NamedTuple):
     def fold_operands(self, operands: TaskOperands) -> TaskOperands:
         """Return operands of all residues, given some without dropout or score terms."""
         num_kv_heads = operands.key.shape[1]
-        query, key, value = (self.fold(each, num_kv_heads) for each in operands[:3])
+        query, key, value = (self.fold(tensor, num_kv_heads) for tensor in operands[:3])
         return operands._replace(query=query, key=key, value=value, work=self.work)
 
     def unfold_gradients(self, gradients: list[Tensor], num_kv_heads: int) -> list[Tensor]:
         """Return the gradients of query, key and value; the list of all residues' is emptied."""
-        found: list[Tensor] = []
+        unfolded: list[Tensor] = []
         while gradients:  # one at a time, because both take memory
-            found.append(self.unfold(gradients.pop(0), num_kv_heads))
-        return found
+            unfolded.append(self.unfold(gradients.pop(0), num_kv_heads))
+        return unfolded
 
 
 @lru_cache(maxsize=256)
@@ -80,26 +80,26 @@ def find_residues(work: Work, num_queries: int, num_keys: int) -> Residues | Non
 
     Example:
         >>> views = [View(range(r, 6, 2), range(r, 4, 2), -4, 0) for r in range(2)]
-        >>> found = find_residues(Work((BlockRow(range(6), tuple(views)),)), 6, 4)
-        >>> found.step, found.work.block_rows[0].views
+        >>> residues = find_residues(Work((BlockRow(range(6), tuple(views)),)), 6, 4)
+        >>> residues.step, residues.work.block_rows[0].views
         (2, (View(queries=range(0, 3), keys=range(0, 2), low=-2, high=0, bits=None),))
     """
     views = [view for block_row in work.block_rows for view in block_row.views]
     step = len(views)
     if step < 2 or num_queries % step or num_keys % step:
         return None
-    of_residues = set()
+    residues = set()
     for view in views:
         queries, keys, *_, bits = view
         is_one = queries.step == keys.step == step and (keys.start - queries.start) % step == 0
         if not (is_one and queries) or bits is not None:
             return None
-        of_residues.add(queries.start % step)
-    if len(of_residues) < step or len(set(map(_in_own_rows, views))) > 1:
+        residues.add(queries.start % step)
+    if len(residues) < step or len(set(map(_in_own_rows, views))) > 1:
         return None
-    of_one = _in_own_rows(views[0])
-    work = Work((BlockRow(of_one.queries, (of_one,)),))
-    return Residues(step, work, count_pairs(of_one) / len(of_one.queries))
+    residue_view = _in_own_rows(views[0])
+    work = Work((BlockRow(residue_view.queries, (residue_view,)),))
+    return Residues(step, work, count_pairs(residue_view) / len(residue_view.queries))
 
 
 def _in_own_rows(view: View) -> View:

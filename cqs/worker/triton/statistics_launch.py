@@ -35,7 +35,7 @@ def launch_row_statistics(
     else:
         lse_log2, delta = (lse.new_empty(lse.shape) for _ in range(2))
 
-    def make(output: Tensor, grad_output: Tensor, *of_rows: Tensor) -> Arguments:
+    def make(output: Tensor, grad_output: Tensor, *row_tensors: Tensor) -> Arguments:
         padded = triton.cdiv(num_rows, in_blocks_of or 1) * (in_blocks_of or 1)
         num_blocks = triton.cdiv(padded, _STATISTICS_ROWS)
         numbers = num_blocks, num_heads, num_rows, value_dim
@@ -46,7 +46,7 @@ def launch_row_statistics(
             "IN_BLOCKS_OF": in_blocks_of,
         }
         grid = (num_blocks * batch * num_heads,)
-        return grid, (output, grad_output, *of_rows, *strides, *numbers), constants
+        return grid, (output, grad_output, *row_tensors, *strides, *numbers), constants
 
     tensors = output, grad_output, lse.contiguous(), lse_log2, delta
     _ROW_STATISTICS.launch(tensors, make, key=in_blocks_of)

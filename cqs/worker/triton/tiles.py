@@ -23,7 +23,7 @@ import numpy as np
 from cqs.patterns.views import View
 from cqs.worker.work import BlockRow, Work
 
-FAR = 2**30
+FAR_32 = 2**30
 """Bound on the distance of a band that excludes no pair: greater than every distance."""
 
 # Fields of a tile's record. The records of a launch are one int32 array, which the kernels read by
@@ -81,8 +81,8 @@ class Band(NamedTuple):
 
     start: int
     stop: int
-    low: int = -FAR
-    high: int = FAR
+    low: int = -FAR_32
+    high: int = FAR_32
     bits_start: int = NO_BITS
     """See ``RUN_BITS_START``."""
     residue: int = 0
@@ -138,21 +138,21 @@ def query_launches(work: Work, *, packed: bool) -> list[Launch]:
             it has one row for each query of the tensors, with the keys of all block rows.
     """
     if not packed:
-        return _launches([(0, list(_views(work, work.block_rows)))])
+        return _launches([(0, list(_offset_views(work, work.block_rows)))])
     ends = np.cumsum([0, *(len(block_row.queries) for block_row in work.block_rows)]).tolist()
     return _launches(
-        (end - block_row.queries.start, _views(work, [block_row]))
+        (end - block_row.queries.start, _offset_views(work, [block_row]))
         for end, block_row in zip(ends, work.block_rows, strict=False)
     )
 
 
 def key_launches(work: Work) -> list[Launch]:
     """Return the launches whose tiles are of keys, each with the queries of all block rows."""
-    views = [(_transposed(view), -offset) for view, offset in _views(work, work.block_rows)]
+    views = [(_transposed(view), -offset) for view, offset in _offset_views(work, work.block_rows)]
     return _launches([(0, views)])
 
 
-def _views(work: Work, block_rows: Iterable[BlockRow]) -> Iterator[tuple[View, int]]:
+def _offset_views(work: Work, block_rows: Iterable[BlockRow]) -> Iterator[tuple[View, int]]:
     """Yield the views of block rows, each with its offset."""
     for block_row in block_rows:
         for view in block_row.views:
@@ -169,10 +169,10 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
 
     Example:
         >>> launch = Launch(Steps(1, 1), [Span(range(0, 128), (Band(0, 200),))], np.zeros(0))
-        >>> found = make_tile_list(launch, 128, 128)
-        >>> found.tiles.tolist()
+        >>> tile_list = make_tile_list(launch, 128, 128)
+        >>> tile_list.tiles.tolist()
         [[0, 128, 0, 0, 1, 2, 1, 0]]
-        >>> found.runs[:, :2].tolist()
+        >>> tile_list.runs[:, :2].tolist()
         [[128, 200], [0, 128]]
     """
     (row_step, column_step), spans = launch.steps, launch.spans
@@ -182,14 +182,14 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     tiles_of_span = -(-(fields[:, 1] - fields[:, 0]) // tile_rows)
     first_bands = np.cumsum(fields[:, 4]) - fields[:, 4]
     span = np.repeat(np.arange(len(spans)), tiles_of_span)
-    starts = fields[span, 0] + _count_within(tiles_of_span) * tile_rows
+    starts = fields[span, 0] + count_within(tiles_of_span) * tile_rows
     stops = np.minimum(starts + tile_rows, fields[span, 1])
     residues, shifts, bands_of_tile = fields[span, 2:].T
 
     bands = np.array([band for span in spans for band in span.bands])
     tile = np.repeat(np.arange(len(span)), bands_of_tile)
     start, stop, low, high, bits_start, residue, offset = bands[
-        first_bands[span][tile] + _count_within(bands_of_tile)
+        first_bands[span][tile] + count_within(bands_of_tile)
     ].T
     # Columns that some row of the tile meets are live; those that every row meets are full.
     first_low, last_low = (row_step * row[tile] + low for row in (starts, stops - 1))
@@ -209,7 +209,7 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
             for columns in (
                 (tile, 0, live_start, full_start, low, high, bits_start, residue, offset),
                 (tile, 0, full_stop, live_stop, low, high, bits_start, residue, offset),
-                (tile, 1, full_start, full_stop, -FAR, FAR, NO_BITS, residue, offset),
+                (tile, 1, full_start, full_stop, -FAR_32, FAR_32, NO_BITS, residue, offset),
             )
         ]
     )
@@ -220,23 +220,23 @@ def make_tile_list(launch: Launch, tile_rows: int, block: int) -> TileList:
     counts, banded = (
         np.bincount(run[kind, 0], minlength=len(span)) for kind in (..., run[:, 1] == 0)
     )
-    found = np.zeros((len(span), TILE_FIELDS), np.int32)
-    found[:, TILE_ROW_START] = starts
-    found[:, TILE_ROW_STOP] = stops
-    found[:, TILE_OUTPUT_ROW] = row_step * starts + residues + shifts
-    found[:, TILE_RUN_START] = np.cumsum(counts) - counts
-    found[:, TILE_BANDED_STOP] = found[:, TILE_RUN_START] + banded
-    found[:, TILE_RUN_STOP] = found[:, TILE_RUN_START] + counts
-    found[:, TILE_FULL_BLOCKS] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
-    found[:, TILE_RESIDUE] = residues
+    records = np.zeros((len(span), TILE_FIELDS), np.int32)
+    records[:, TILE_ROW_START] = starts
+    records[:, TILE_ROW_STOP] = stops
+    records[:, TILE_OUTPUT_ROW] = row_step * starts + residues + shifts
+    records[:, TILE_RUN_START] = np.cumsum(counts) - counts
+    records[:, TILE_BANDED_STOP] = records[:, TILE_RUN_START] + banded
+    records[:, TILE_RUN_STOP] = records[:, TILE_RUN_START] + counts
+    records[:, TILE_FULL_BLOCKS] = np.bincount(run[:, 0], run[:, 1] * lengths, len(span)) // block
+    records[:, TILE_RESIDUE] = residues
     blocks = np.bincount(run[:, 0], -(-lengths // block), len(span))
     # The longest tiles come first: one that started last would run alone at the end of the launch.
     order = np.argsort(-blocks, kind="stable")[: np.count_nonzero(blocks)]
     runs = np.zeros((len(run), RUN_FIELDS), np.int32)
-    of_columns = RUN_COLUMN_START, RUN_COLUMN_STOP
-    of_pairs = RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE, RUN_OFFSET
-    runs[:, of_columns + of_pairs] = run[:, 2:]
-    return TileList(found[order], runs, blocks[order].astype(np.int64))
+    column_fields = RUN_COLUMN_START, RUN_COLUMN_STOP
+    pair_fields = RUN_LOW, RUN_HIGH, RUN_BITS_START, RUN_RESIDUE, RUN_OFFSET
+    runs[:, column_fields + pair_fields] = run[:, 2:]
+    return TileList(records[order], runs, blocks[order].astype(np.int64))
 
 
 def _launches(groups: Iterable[tuple[int, Iterable[tuple[View, int]]]]) -> list[Launch]:
@@ -256,8 +256,8 @@ def _launches(groups: Iterable[tuple[int, Iterable[tuple[View, int]]]]) -> list[
             rows, residue = _in_residue(view.queries)
             bands = _bands(view, offset, mask_bits[steps])
             residues[steps, residue] += ((rows, band) for band in bands)
-        for (steps, residue), found in residues.items():
-            spans[steps] += (Span(*each, residue, shift) for each in _unite(found))
+        for (steps, residue), row_bands in residues.items():
+            spans[steps] += (Span(*part, residue, shift) for part in _unite_bands(row_bands))
     return [Launch(steps, spans[steps], mask_bits[steps].joined()) for steps in sorted(spans)]
 
 
@@ -302,7 +302,7 @@ def _bands(view: View, offset: int, mask_bits: _MaskBits) -> Iterator[Band]:
     columns, residue = _in_residue(view.keys)
     rows, row_residue = _in_residue(view.queries)
     low, high = (
-        max(-FAR, min(bound - residue + row_residue, FAR)) for bound in (view.low, view.high)
+        max(-FAR_32, min(bound - residue + row_residue, FAR_32)) for bound in (view.low, view.high)
     )
     offset += row_residue - residue
     if view.bits is None:
@@ -326,26 +326,26 @@ def _transposed(view: View) -> View:
     return View(keys, queries, -high, -low, bits)
 
 
-def _unite(
-    found: Iterable[tuple[range, Band]],
+def _unite_bands(
+    row_bands: Iterable[tuple[range, Band]],
 ) -> Iterator[tuple[range, tuple[Band, ...]]]:
     """Cut rows where those of any band begin or end, and list the bands of every part.
 
     Args:
-        found: Pairs of rows and a band that these rows meet. Rows of several pairs may overlap.
+        row_bands: Pairs of rows and a band that these rows meet. Rows of several pairs may overlap.
     """
-    found = list(found)
-    marks = sorted({mark for rows, _ in found for mark in (rows.start, rows.stop)})
+    row_bands = list(row_bands)
+    marks = sorted({mark for rows, _ in row_bands for mark in (rows.start, rows.stop)})
     place = {mark: i for i, mark in enumerate(marks)}
     bands: defaultdict[int, list[Band]] = defaultdict(list)
-    for rows, band in found:
+    for rows, band in row_bands:
         for i in range(place[rows.start], place[rows.stop]):
             bands[i].append(band)
     for i, together in bands.items():
-        yield range(marks[i], marks[i + 1]), _join(together)
+        yield range(marks[i], marks[i + 1]), _join_bands(together)
 
 
-def _join(bands: Iterable[Band]) -> tuple[Band, ...]:
+def _join_bands(bands: Iterable[Band]) -> tuple[Band, ...]:
     """Join adjacent bands of equal bounds, so that keys of several tasks form one run."""
     joined: list[Band] = []
     for band in sorted(bands, key=lambda band: (*band[2:], band.start)):
@@ -357,7 +357,7 @@ def _join(bands: Iterable[Band]) -> tuple[Band, ...]:
     return tuple(joined)
 
 
-def _count_within(lengths: np.ndarray) -> np.ndarray:
+def count_within(lengths: np.ndarray) -> np.ndarray:
     """Return ``[0..n - 1 for each length n]``, concatenated."""
     starts = np.cumsum(lengths) - lengths
     numbers: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)

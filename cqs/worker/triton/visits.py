@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.views import View
+from cqs.worker.triton.tiles import count_within
 from cqs.worker.work import Work
 
 TILE_KEYS = 128
@@ -57,7 +58,7 @@ class VisitCounts(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether most tiles begin at the same block as the tile before, as causal ones do."""
+        """Return whether most tiles begin at the same block as the tile before, as causal ones."""
         return self.num_aligned > 0.6 * self.num_tiles
 
 
@@ -88,13 +89,13 @@ def count_visits(work: Work, num_queries: int, num_keys: int, most: int) -> Visi
         The numbers, or ``None`` if there are more visits, or a view has queries or keys with a
         step.
     """
-    views = list(_views(work))
+    views = list(_views_with_pairs(work))
     if any(view.queries.step != 1 or view.keys.step != 1 for view in views):
         return None
     num_tiles, num_blocks = -(-num_keys // TILE_KEYS), -(-num_queries // BLOCK_QUERIES)
     if sum(map(count_pairs, views)) > most * TILE_KEYS * BLOCK_QUERIES:
         return None
-    _, tile, block, _ = _cut(views, num_queries)
+    _, tile, block, _ = _cut_views(views, num_queries)
     visits = np.sort(tile * num_blocks + block)  # in a hundredth of the time of np.unique
     visits = visits[np.diff(visits, prepend=-1) > 0]
     if len(visits) > most:
@@ -121,13 +122,13 @@ def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
     Example:
         >>> from cqs.worker.work import BlockRow
         >>> view = View(range(0, 128), range(0, 256))
-        >>> found = make_visit_list(Work((BlockRow(view.queries, (view,)),)), 128, 256)
-        >>> found.starts.tolist(), found.visits.tolist()
+        >>> visit_list = make_visit_list(Work((BlockRow(view.queries, (view,)),)), 128, 256)
+        >>> visit_list.starts.tolist(), visit_list.visits.tolist()
         ([0, 2, 4], [[1, 0, -1, 0], [0, 0, -1, 0], [1, 1, -1, 0], [0, 1, -1, 0]])
     """
     num_tiles, num_blocks = -(-num_keys // TILE_KEYS), -(-num_queries // BLOCK_QUERIES)
-    views = list(_views(work))
-    view, tile, block, limits = _cut(views, num_queries)
+    views = list(_views_with_pairs(work))
+    view, tile, block, limits = _cut_views(views, num_queries)
     masks = _Masks(views)
     # One record for each part of a view in a tile and a block; parts of several views are united.
     order = np.lexsort((-block, tile))
@@ -136,20 +137,20 @@ def make_visit_list(work: Work, num_queries: int, num_keys: int) -> VisitList:
     is_new[1:] = (tile[1:] != tile[:-1]) | (block[1:] != block[:-1])
     firsts = np.flatnonzero(is_new)
     counts = np.diff(np.append(firsts, len(tile)))
-    mask = masks.of_parts(view, tile, block, limits, firsts, counts)
+    mask = masks.mask_numbers(view, tile, block, limits, firsts, counts)
     is_live = mask != _EMPTY
     tile, block, mask = tile[firsts][is_live], block[firsts][is_live], mask[is_live]
     visits = np.zeros((len(tile), VISIT_FIELDS), np.int32)
     visits[:, VISIT_BLOCK] = block
     visits[:, VISIT_MASK] = np.where(mask == _FULL, -1, mask * MASK_INTEGERS)
     by_block = np.lexsort((tile, block))
-    of_block = np.bincount(block, minlength=num_blocks)
-    visits[by_block, VISIT_TURN] = _count_within(of_block)
+    block_visits = np.bincount(block, minlength=num_blocks)
+    visits[by_block, VISIT_TURN] = count_within(block_visits)
     starts = np.searchsorted(tile, np.arange(num_tiles + 1)).astype(np.int32)
-    return VisitList(starts, visits, masks.joined(), int((of_block == 0).sum()))
+    return VisitList(starts, visits, masks.joined(), int((block_visits == 0).sum()))
 
 
-def _views(work: Work) -> Iterator[View]:
+def _views_with_pairs(work: Work) -> Iterator[View]:
     """Yield the views of a work that have queries and keys."""
     for block_row in work.block_rows:
         for view in block_row.views:
@@ -173,7 +174,7 @@ _FULL, _EMPTY = -1, -2
 """Numbers of the masks of all pairs, and of none."""
 
 
-def _cut(
+def _cut_views(
     views: list[View], num_queries: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cut views at tiles and blocks.
@@ -195,7 +196,7 @@ def _cut(
     first_tile = fields[:, 2] // TILE_KEYS
     num_tiles = (fields[:, 3] - 1) // TILE_KEYS - first_tile + 1
     view = np.repeat(np.arange(len(views)), num_tiles)
-    tile = first_tile[view] + _count_within(num_tiles)
+    tile = first_tile[view] + count_within(num_tiles)
     q_start, q_stop, k_start, k_stop, low, high = fields[view].T
     first_key = np.maximum(k_start, tile * TILE_KEYS)
     last_key = np.minimum(k_stop, (tile + 1) * TILE_KEYS) - 1
@@ -206,7 +207,7 @@ def _cut(
         first_query <= last_query, last_query // BLOCK_QUERIES - first_block + 1, 0
     )
     part = np.repeat(np.arange(len(tile)), num_blocks)
-    block = first_block[part] + _count_within(num_blocks)
+    block = first_block[part] + count_within(num_blocks)
     view, tile = view[part], tile[part]
     q_start, q_stop, k_start, k_stop, low, high = fields[view].T
     key, query = tile * TILE_KEYS, block * BLOCK_QUERIES
@@ -231,9 +232,9 @@ class _Masks:
         self._views = views
         self._has_bits = np.array([view.bits is not None for view in views], bool)
         self._numbers: dict[bytes, int] = {}
-        self._by_limits: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._by_limits: dict[tuple[tuple[int, ...], ...] | None, int] = {}
 
-    def of_parts(
+    def mask_numbers(
         self,
         view: NDArray[np.int64],
         tile: NDArray[np.int64],
@@ -248,11 +249,11 @@ class _Masks:
             view: Index of each part's view.
             tile: Tile of each part.
             block: Block of each part.
-            limits: Limits of each part, see :func:`_cut`.
+            limits: Limits of each part, see :func:`_cut_views`.
             firsts: First part of each visit.
             counts: Number of parts of each visit, which are adjacent.
         """
-        found = np.full(len(firsts), _FULL, np.int64)
+        numbers = np.full(len(firsts), _FULL, np.int64)
         is_full = (
             (limits[:, :2] <= 0).all(1)
             & (limits[:, 2] <= 1 - BLOCK_QUERIES)
@@ -265,25 +266,23 @@ class _Masks:
         for visit in np.flatnonzero(is_partial):
             first, count = firsts[visit], counts[visit]
             parts = range(first, first + count)
-            if self._has_bits[view[first : first + count]].any():
+            signature = None  # limits do not determine a mask with bits
+            if not self._has_bits[view[first : first + count]].any():
+                signature = tuple(tuple(limits[part].tolist()) for part in parts)
+            number = self._by_limits.get(signature)
+            if number is None:
                 place = int(tile[first]), int(block[first])
                 mask = np.zeros((TILE_KEYS, BLOCK_QUERIES), bool)
                 for part in parts:
                     mask |= self._live(limits[part], int(view[part]), place)
-                found[visit] = self._add(mask)
-                continue
-            signature = tuple(tuple(limits[part].tolist()) for part in parts)
-            number = self._by_limits.get(signature)
-            if number is None:
-                mask = np.zeros((TILE_KEYS, BLOCK_QUERIES), bool)
-                for part in parts:
-                    mask |= self._live(limits[part], None, (0, 0))
-                number = self._by_limits[signature] = self._add(mask)
-            found[visit] = number
-        return found
+                number = self._add(mask)
+                if signature is not None:
+                    self._by_limits[signature] = number
+            numbers[visit] = number
+        return numbers
 
     def _live(
-        self, limits: NDArray[np.int64], view: int | None, place: tuple[int, int]
+        self, limits: NDArray[np.int64], view: int, place: tuple[int, int]
     ) -> NDArray[np.bool_]:
         """Return the live pairs of a part, bool ``[TILE_KEYS, BLOCK_QUERIES]``."""
         key, query = np.arange(TILE_KEYS)[:, None], np.arange(BLOCK_QUERIES)[None, :]
@@ -292,9 +291,8 @@ class _Masks:
         live: NDArray[np.bool_]
         live = (first_key <= key) & (key < key_stop) & (first_query <= query) & (query < query_stop)
         live &= (low <= distance) & (distance <= high)
-        bits = None if view is None else self._views[view].bits
-        if view is not None and bits is not None:
-            queries, keys, *_ = self._views[view]
+        queries, keys, _, _, bits = self._views[view]
+        if bits is not None:
             tile, block = place
             rows = range(
                 max(queries.start, block * BLOCK_QUERIES),
@@ -332,9 +330,3 @@ class _Masks:
         bits[: len(masks), ..., : BLOCK_QUERIES // 4] = ordered
         integers = np.packbits(bits, axis=-1, bitorder="little").view("<i4")
         return integers.reshape(-1, MASK_INTEGERS).astype(np.int32)
-
-
-def _count_within(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``[0..n - 1 for each length n]``, concatenated."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
