@@ -119,11 +119,11 @@ AXES: dict[str, dict[str, list[Any]]] = {
     "streaming": PROBLEM
     | _GRADIENTS
     | _DEVICE
-    | _PROGRESS
     | {
         "lengths": [(150, 150), (90, 170), (170, 90)],
         "memory_budget": [1, 3],  # as multiples of the least possible
         "device": [None, "cpu"],
+        **_PROGRESS,
         "compiles_merges": [False, True],
     },
 }

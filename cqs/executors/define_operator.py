@@ -22,7 +22,7 @@ def options_class(schema: str) -> Any:
     tensors = "Tensor? sinks, Tensor? slopes, Tensor? bias, Tensor? pattern, Tensor? seed"
     schema = f"{tensors}, {schema}"
     names: Any = " ".join(argument.split()[-1] for argument in schema.split(", "))
-    return type("Options", (namedtuple("options", names),), {"schema": schema})  # type: ignore[misc]
+    return type("Options", (namedtuple("options", names),), {"schema": schema})
 
 
 Pass = tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
