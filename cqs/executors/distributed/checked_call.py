@@ -13,6 +13,7 @@ from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, Join
 from cqs.executors.distributed.operator import DrawnSeed
 from cqs.executors.distributed.strategy import Strategy
 from cqs.executors.known_calls import find_known
+from cqs.executors.one_call import Attend, make_call
 from cqs.problem import Problem, check_problem
 from cqs.problem.masks import check_is_pattern
 from cqs.problem.options import AttentionOptions, ProblemOptions, problem_options
@@ -38,6 +39,8 @@ class CheckedCall(NamedTuple):
     """The joint tokens that have joined the shards."""
     mesh: "DeviceMesh | None"
     """The mesh of the arguments, if they are DTensors."""
+    compute: Attend | None = None
+    """Computes the tensors of the call, if no other rank is required."""
 
 
 _FIXED = (
@@ -105,11 +108,12 @@ def check_call(
     if not isinstance(joint, JointTokens):
         rows = NO_ROWS if joint is None else joint
         if (known := _find_known(query, key, value, joined, strategy, rows, options)) is not None:
+            values, compute = known
             if prepared is not None:
                 with errors_shared(joined):
-                    _check_prepared(known, prepared)
-            problem = Problem(query, key, value, is_causal=False, scale=known["scale"])
-            return CheckedCall(joined, problem, known, None, None)
+                    _check_prepared(values, prepared)
+            problem = Problem(query, key, value, is_causal=False, scale=values["scale"])
+            return CheckedCall(joined, problem, values, None, None, compute)
     with errors_shared(joined):
         shards, mesh = to_local(*autocast(query, key, value))
         rows, parts = NO_ROWS, None
@@ -145,8 +149,8 @@ def _find_known(
     strategy: Strategy | None,
     rows: JointRows,
     options: AttentionOptions,
-) -> dict[str, Any] | None:
-    """Return the values of a call whose signature is known, or ``None``; see :func:`check_call`."""
+) -> tuple[dict[str, Any], Attend | None] | None:
+    """Return values and function of a call whose signature is known; see :class:`CheckedCall`."""
     has_values = not options.get("seed") is options.get("scores") is None
     if has_values or options.get("dropout_p", 0.0) != 0.0 or not isinstance(query, Tensor):
         return None
@@ -154,27 +158,33 @@ def _find_known(
     given = [options.get(name, default) for name, default in _DEFAULTS.items()]
     config = dist.get_backend_config(group)
     call = group.size(), config, is_captured(query.device), rows, *choices, *given
-    return find_known(_make_values, query, key, value, *call)
+    return find_known(_make_known, query, key, value, *call)
 
 
-def _make_values(
+def _make_known(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     num_ranks: int,
     config: str,
-    _: bool,
+    is_captured: bool,
     rows: JointRows,
     *choices: Any,
-) -> dict[str, Any] | None:
-    """Return the values of a call, or ``None`` if its tensors must be expanded or padded."""
+) -> tuple[dict[str, Any], Attend | None] | None:
+    """Return values and function of a call; ``None`` if tensors must be expanded or padded."""
     number = len(choices) - len(_DEFAULTS)
     strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
     options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
     tensors = query, key, value
     problem, values = _check(tensors, num_ranks, config, strategy, rows, options)
     shapes = problem.query.shape, problem.key.shape, problem.value.shape
-    return values if shapes == (query.shape, key.shape, value.shape) else None
+    if shapes != (query.shape, key.shape, value.shape):
+        return None
+    compute = None
+    if num_ranks == 1 and strategy in (None, Strategy()) and not (values["verify"] or is_captured):
+        call = (values[name] for name in ("is_causal", "scale", "pattern"))
+        compute = make_call(*tensors, *call, True, values["backend"])
+    return values, compute
 
 
 def _check(
