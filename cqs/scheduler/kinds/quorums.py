@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
 
@@ -81,7 +81,7 @@ class Quorums:
         """
         if groups.pattern is None:
             return partial(self._steps, groups)
-        shares = balance_work(groups, self.interest_set)
+        shares = balance_quorums(groups, self.interest_set)
         return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
