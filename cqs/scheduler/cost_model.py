@@ -46,6 +46,18 @@ class Prediction(NamedTuple):
     """Kind of the plan by which they share them, for methods of this package."""
 
 
+def predict_passes(predict_pass: Callable[..., Prediction], passes: str) -> Prediction:
+    """Predict the costs of all passes together.
+
+    Args:
+        predict_pass: Predicts one pass, given ``is_backward``.
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+    """
+    costs = [predict_pass(is_backward=is_backward) for is_backward in PASSES[passes]]
+    seconds, received, peaks, (degree, *_), (kind, *_) = zip(*costs, strict=True)
+    return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+
+
 def predict_plan(
     workload: Workload,
     num_devices: int,
@@ -87,7 +99,6 @@ def predict_plan(
     """
     num_tasks = num_devices // head_parallel
     kind = fit_kind(kind, num_tasks)
-    is_final = kind.is_final
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
         num_devices,
@@ -103,7 +114,7 @@ def predict_plan(
         # A device owns a part of its token group; half of the group may be all of its queries.
         of_tasks = [(*there, math.ceil(back), of_keys) for *there, back, of_keys, _, _ in needs]
         of_devices = ([head_parallel * number for number in each] for each in of_tasks)
-        needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
+        needs = tuple(GroupNeeds(*[*each, float(not kind.is_final), 1.0]) for each in of_devices)
 
     queries, keys = workload.shard_rows(num_devices)
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
@@ -117,9 +128,9 @@ def predict_plan(
         with_keys = Flow(received, (needed.key_results - 1) * keys, own_keys)
         return DeviceRows(
             *([Round((there, with_keys))], (queries, keys), groups, _MOST_TURNS),
-            results=there if is_final and is_backward else away,
-            separate=(0, 0) if is_final else (queries, needed.home * queries),
-            is_final=is_final,
+            results=there if kind.is_final and is_backward else away,
+            separate=(0, 0) if kind.is_final else (queries, needed.home * queries),
+            is_final=kind.is_final,
         )
 
     chunk = workload.part(head_parallel, chunks)
@@ -137,7 +148,7 @@ def predict_plan(
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
     before, after = 0.0, 0.0  # computation that overlaps the first sends, and the last results
-    if not is_backward and not is_final:
+    if not is_backward and not kind.is_final:
         before = compute * num_tasks / num_devices**2 / chunks
         after = (chunks - 1) * before
     elif not is_backward:
@@ -312,14 +323,11 @@ def predict(
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
         if not supports(degree, num_devices):
             continue
-        choices, arguments = [predict_pass], (workload, num_devices, machine, degree)
+        choices = [partial(predict_pass, workload, num_devices, machine, degree)]
         if method == "cqs":
             kinds = list_kinds(plan, num_devices // degree, per_node / degree)
-            choices = [partial(predict_pass, kind=kind) for kind in kinds]
-        for choice in choices:
-            each = [choice(*arguments, is_backward=is_backward) for is_backward in PASSES[passes]]
-            seconds, received, peaks, _, (kind, *_) = zip(*each, strict=True)
-            found.append(Prediction(sum(seconds), sum(received), max(peaks), degree, kind))
+            choices = [partial(choices[0], kind=kind) for kind in kinds]
+        found += [predict_passes(choice, passes) for choice in choices]
     if not found:
         return None
     fastest = min(found, key=lambda one: one.seconds)

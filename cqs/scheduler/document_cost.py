@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler.cost_model import Prediction
+from cqs.scheduler.cost_model import Prediction, predict_passes
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.machines import Machine
@@ -60,13 +60,10 @@ def predict_documents(
     def predict(degree: int, tolerance: float) -> Prediction:
         held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
         placement = place_documents(documents, held, key_held, tile, tolerance)
-        found = [
-            _predict_pass(workload, placement, machine, degree, is_backward=is_backward)
-            for is_backward in PASSES[passes]
-        ]
-        seconds, received, peaks = zip(*found, strict=True)
         kind = Documents(held, key_held, tolerance)
-        return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+        return predict_passes(
+            partial(_predict_pass, workload, placement, machine, degree, kind), passes
+        )
 
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
@@ -116,23 +113,24 @@ def _predict_pass(
     placement: Placement,
     machine: Machine,
     degree: int,
+    kind: Documents,
     *,
     is_backward: bool,
-) -> tuple[float, float, float]:
-    """Return seconds, bytes received and peak memory of the devices that have the most.
+) -> Prediction:
+    """Predict the costs of the devices that have the most of each.
 
     Args:
         workload: The attention problem.
         placement: The tasks, each of ``degree`` devices.
         machine: Throughput and links of the devices.
         degree: Head-parallel degree.
+        kind: Kind of the plan.
         is_backward: Whether to predict the backward pass instead of the forward pass.
     """
     shape, loads = workload.part(degree), placement.live_pairs
     num_tasks = len(loads)
-    kind, num_devices = Documents(), degree * num_tasks
     chunks = workload.num_chunks(
-        num_devices, degree, is_backward=is_backward, kind=kind, machine=machine
+        degree * num_tasks, degree, is_backward=is_backward, kind=kind, machine=machine
     )
     row, key = shape.query_bytes(1), shape.key_bytes(1)
     rows, keys = placement.moved
@@ -169,4 +167,5 @@ def _predict_pass(
     held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
     moves = near + far
     received = (inputs * moves).sum(axis=0) + (outputs * moves).sum(axis=1)
-    return float(seconds.max()), float(received.max()), float(held.max())
+    most = [float(costs.max()) for costs in (seconds, received, held)]
+    return Prediction(most[0], most[1], most[2], degree, kind)

@@ -110,8 +110,6 @@ class Grid2D:
         zigzag.
         """
         width, everything = self.query_groups, range(groups.seqlen_q)
-        if width == 1:
-            return [tuple(range(groups.number))]
         columns: list[list[int]] = [[] for _ in range(width)]
         loads = [0] * width
         for first in range(0, groups.number, width):
