@@ -562,8 +562,8 @@ FAULTS = (
     Fault(
         "a plan is read with any pattern",
         "scheduler/plan.py",
-        "if of_plan != given:",
-        "if of_plan is not None and given is None:",
+        "if recorded != given:",
+        "if recorded is not None and given is None:",
         "scheduler/test_pattern_plans.py::test_a_plan_is_not_read_with_another_pattern",
     ),
     Fault(
@@ -619,8 +619,8 @@ FAULTS = (
     Fault(
         "a sink takes the complement of its share",
         "problem/scores.py",
-        "share = torch.sigmoid(lse - of_rows)",
-        "share = torch.sigmoid(of_rows - lse)",
+        "share = torch.sigmoid(lse - row_sinks)",
+        "share = torch.sigmoid(row_sinks - lse)",
         "test_scores.py::test_sinks_without_gradients_and_infinite_sinks",
     ),
     Fault(

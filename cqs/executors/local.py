@@ -201,7 +201,7 @@ def _single_call(
         )
     if problem.terms is not None:
         lengths = problem.query.shape[2], problem.key.shape[2]
-        terms = problem.terms.of_pairs(problem.query.device, *([range(n)] for n in lengths))
+        terms = problem.terms.pair_terms(problem.query.device, *([range(n)] for n in lengths))
     return chosen, Operands(*tensors, is_square, problem.scale, terms=terms)
 
 

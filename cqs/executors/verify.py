@@ -128,7 +128,7 @@ def _verify_head(
     if problem.terms is not None:
         of_head = problem.terms.part(*(slice(index, index + 1) for index in place))
         sampled = [range(row, row + 1) for row in rows]
-        of_pairs = of_head.of_pairs(query.device, sampled, [range(len(key))])
+        of_pairs = of_head.pair_terms(query.device, sampled, [range(len(key))])
         scores, magnitudes = (
             each[0, 0] for each in of_pairs.with_errors(scores[None, None], magnitudes[None, None])
         )

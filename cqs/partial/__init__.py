@@ -73,7 +73,7 @@ def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
         ``[..., seqlen_q, value_dim]``.
     """
     blocks = zip(weights.split(SUM_BLOCK, dim=-1), value.split(SUM_BLOCK, dim=-2), strict=True)
-    products = (block @ of_keys for block, of_keys in blocks)
+    products = (block @ values for block, values in blocks)
     total: Tensor = next(products)
     for product in products:
         total += product
@@ -264,7 +264,7 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
                 f"partial {i} must not require gradients, got requires_grad=True: detach its "
                 "tensors, or call cqs.attention, which is differentiable"
             )
-    return merge_own([_with_empty_rows(each, f"partial {i}") for i, each in enumerate(partials)])
+    return merge_own([_with_empty_rows(part, f"partial {i}") for i, part in enumerate(partials)])
 
 
 def merge_own(partials: Sequence[Partial]) -> Partial:

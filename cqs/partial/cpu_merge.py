@@ -117,7 +117,7 @@ def add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
     tensors = [*(part if part.stride(-1) == 1 else part.contiguous() for part in parts), target]
     arguments: tuple[Any, ...] = (
         np.array([tensor.data_ptr() for tensor in tensors]),
-        np.array([[step * each.itemsize for step in each.stride()[:3]] for each in tensors]),
+        np.array([[step * tensor.itemsize for step in tensor.stride()[:3]] for tensor in tensors]),
         weights.flatten(1).numpy(),
         tuple(total.shape[1:]),
     )

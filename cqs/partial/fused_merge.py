@@ -36,10 +36,10 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
     outputs = [partial.output for partial, _ in parts]
     lses, shifts = zip(*[_align(partial.lse) for partial, _ in parts], strict=True)
 
-    def make(output: Tensor, lse: Tensor, *of_parts: Tensor) -> Arguments:
+    def make(output: Tensor, lse: Tensor, *tensors: Tensor) -> Arguments:
         batch, num_heads, _, value_dim = output.shape
         num_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
-        outputs, lses = of_parts[:number], of_parts[number:]
+        outputs, lses = tensors[:number], tensors[number:]
         positional = (
             output,
             lse,
@@ -47,9 +47,9 @@ def merge_rows(answer: Partial, parts: Sequence[tuple[Partial, slice]]) -> None:
             lses,
             output.stride(),
             tuple(map(_encode, lse.stride())),
-            tuple([each.stride() for each in outputs]),
-            tuple([tuple(map(_encode, each.stride())) for each in lses]),
-            tuple([tuple(map(_encode, each)) for each in bounds]),
+            tuple([part_output.stride() for part_output in outputs]),
+            tuple([tuple(map(_encode, part_lse.stride())) for part_lse in lses]),
+            tuple([tuple(map(_encode, ends)) for ends in bounds]),
             tuple(map(_encode, shifts)),
             num_blocks,
             num_heads,
@@ -84,8 +84,8 @@ def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
             total,
             parts,
             total.stride(),
-            tuple([each.stride() for each in parts]),
-            tuple([tuple(map(_encode, each)) for each in bounds]),
+            tuple([part.stride() for part in parts]),
+            tuple([tuple(map(_encode, ends)) for ends in bounds]),
             num_blocks,
             num_heads,
             num_rows,

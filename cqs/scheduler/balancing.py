@@ -16,10 +16,10 @@ def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[l
         strips: The strips of every task.
         token_groups: The token groups.
     """
-    mean = -(-sum(strip.live_pairs for of_task in strips for strip in of_task) // len(strips))
+    mean = -(-sum(strip.live_pairs for owned in strips for strip in owned) // len(strips))
     balancer = Balancer(token_groups, mean + mean // TOLERANCE, mean, len(strips))
-    for index, of_task in enumerate(strips):
-        for strip in of_task:
+    for index, owned in enumerate(strips):
+        for strip in owned:
             if strip.live_pairs:
                 balancer.add(index, strip)
     balancer.level()

@@ -58,7 +58,7 @@ def predict_documents(
         degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
 
     def predict(degree: int, tolerance: float) -> Prediction:
-        held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
+        held, key_held = (join_shards(lengths, degree) for lengths in (shards, key_shards))
         placement = place_documents(documents, held, key_held, tile, tolerance)
         kind = Documents(held, key_held, tolerance)
         return predict_passes(
@@ -73,14 +73,14 @@ def predict_documents(
         least = balanced + _least_exchange(workload, len(shards), machine, passes, degree)
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
             continue
-        of_tolerance = partial(predict, degree)
-        found = of_tolerance(Documents().tolerance)
-        if found.seconds > _MOST_BALANCING * least:
-            unmoved = of_tolerance(math.inf)
-            if found.seconds > _MOST_BALANCING * unmoved.seconds:
-                found = min(*map(of_tolerance, _TOLERANCES), unmoved, key=lambda one: one.seconds)
-        if chosen is None or chosen.seconds > _MOST_TRAFFIC * found.seconds:
-            chosen = found
+        predict_with = partial(predict, degree)
+        best = predict_with(Documents().tolerance)
+        if best.seconds > _MOST_BALANCING * least:
+            unmoved = predict_with(math.inf)
+            if best.seconds > _MOST_BALANCING * unmoved.seconds:
+                best = min(*map(predict_with, _TOLERANCES), unmoved, key=lambda one: one.seconds)
+        if chosen is None or chosen.seconds > _MOST_TRAFFIC * best.seconds:
+            chosen = best
     assert chosen is not None, "there is a degree of 1"
     return chosen
 
@@ -103,8 +103,8 @@ def _least_exchange(
             num_devices, degree, is_backward=is_backward, kind=Documents(), machine=machine
         )
         for number in (queries + keys, queries):
-            each = number / chunks
-            seconds += machine.exchange((near - 1) * each, (degree - near) * each)
+            num_bytes = number / chunks
+            seconds += machine.exchange((near - 1) * num_bytes, (degree - near) * num_bytes)
     return seconds
 
 
@@ -152,14 +152,14 @@ def _predict_pass(
     def exchange(moved: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds of every task's exchange of bytes ``[holders, tasks]``."""
         inside, outside = (
-            np.maximum(each.sum(axis=0), each.sum(axis=1)) / chunks
-            for each in (moved * near, moved * far)
+            np.maximum(moved_bytes.sum(axis=0), moved_bytes.sum(axis=1)) / chunks
+            for moved_bytes in (moved * near, moved * far)
         )
         seconds = np.maximum(inside / machine.bandwidth, outside / machine.between)
         return np.where(seconds > 0, machine.latency + seconds, 0.0)
 
-    of_rows, of_keys = rows * row, keys * key
-    inputs, outputs = of_rows + of_keys, of_rows
+    row_bytes, moved_keys = rows * row, keys * key
+    inputs, outputs = row_bytes + moved_keys, row_bytes
     if is_backward:
         inputs, outputs = outputs, inputs
     send, send_back = exchange(inputs), exchange(outputs)

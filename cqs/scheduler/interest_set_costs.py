@@ -54,9 +54,9 @@ def compare_interest_sets(
     shape = AttentionShape(1, 64) if shape is None else shape
     compared = []
     for interest_set in load_interest_sets(num_tasks):
-        of_set = replace(plan, kind=Quorums(interest_set))
-        costs = [of_set.predict_cost(index, shape) for index in range(num_tasks)]
-        held = [task.held_tokens for task in of_set.tasks]
+        candidate = replace(plan, kind=Quorums(interest_set))
+        costs = [candidate.predict_cost(index, shape) for index in range(num_tasks)]
+        held = [task.held_tokens for task in candidate.tasks]
         traffic = sum(cost.bytes_in + cost.bytes_out for cost in costs) / num_tasks
         peak = max(cost.peak_bytes for cost in costs)
         compared.append(

@@ -74,8 +74,8 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
         raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
     elements = tuple(
-        to_integer(each, "interest_set must hold integers")
-        for each in islice(interest_set, _MAX_SIZE + 1)
+        to_integer(element, "interest_set must hold integers")
+        for element in islice(interest_set, _MAX_SIZE + 1)
     )
     if len(elements) > _MAX_SIZE:
         raise ValueError(f"interest_set must have at most {_MAX_SIZE} elements, got more")
@@ -137,16 +137,16 @@ def read_interest_sets(path: Path, num_tasks: int) -> list[tuple[int, ...]]:
     Raises:
         ValueError: A line is no difference cover, or there is none; the message gives its number.
     """
-    found = []
+    interest_sets = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if words := line.replace(",", " ").split():
             try:
-                found.append(check_interest_set(map(int, words), num_tasks))
+                interest_sets.append(check_interest_set(map(int, words), num_tasks))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    if not found:
+    if not interest_sets:
         raise ValueError(f"{path} has no interest set")
-    return found
+    return interest_sets
 
 
 def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:

@@ -160,7 +160,7 @@ class QuorumBalancer(Balancer):
         bound, end = 1 << 62, giver
         while queue and queue[0][0] + 1 < bound:
             cost, index = heappop(queue)
-            strips = [each for each in self._largest(index) if each.live_pairs >= least]
+            strips = [strip for strip in self._largest(index) if strip.live_pairs >= least]
             for (step, num_new), receivers in steps:
                 if (total := cost + step) >= bound:
                     break
@@ -168,14 +168,14 @@ class QuorumBalancer(Balancer):
                     receivers &= ~tasks if known <= total else -1
                 if not receivers:
                     continue
-                by_strip = [self._receivers(each, num_new, within_quorums) for each in strips]
+                by_strip = [self._receivers(strip, num_new, within_quorums) for strip in strips]
                 receivers &= reduce(or_, by_strip, 0)
                 reached[total] |= receivers
                 for receiver in _elements(receivers):
                     givers[receiver] = index, num_new
                     heappush(queue, (total, receiver))
                 if ends := receivers & lacking:
-                    first = next(found for each in by_strip if (found := ends & each))
+                    first = next(common for tasks in by_strip if (common := ends & tasks))
                     bound, end = total, min(_elements(first), key=live_pairs.__getitem__)
         path = []
         while end != giver:

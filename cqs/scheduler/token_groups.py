@@ -77,7 +77,7 @@ class TokenGroups:
 
     def count_area(self, queries: range, keys: Iterable[range]) -> int:
         """Return the number of live pairs of a range of queries and several ranges of keys."""
-        return sum(self.count(queries, each) for each in keys)
+        return sum(self.count(queries, key_range) for key_range in keys)
 
     def unit(self, queries: range) -> int:
         """Return the number of rows at whose multiples a range of queries is cut."""
@@ -113,14 +113,14 @@ class TokenGroups:
         """
         if self.pattern is not None:
             columns = [_overlapping(self.keys, run) for run in join_ranges(keys)]
-            found = [self.live_strips([(group, queries)], each) for each in columns if each]
-            return self.join(chain(*found)) if queries else []
+            strips = [self.live_strips([(group, queries)], part) for part in columns if part]
+            return self.join(chain(*strips)) if queries else []
         square = None
         if self.is_causal:
             first = queries.start + self.seqlen_kv - self.seqlen_q
-            if any(each.start <= first < each.stop for each in keys):
+            if any(key_range.start <= first < key_range.stop for key_range in keys):
                 square = range(first, first + len(queries))
-            keys = [range(each.start, min(each.stop, first)) for each in keys]
+            keys = [range(key_range.start, min(key_range.stop, first)) for key_range in keys]
         return [Step.of(group, queries, keys, square)] if queries and (square or any(keys)) else []
 
     def live_strips(
@@ -156,9 +156,9 @@ class TokenGroups:
                 first, second = (rows, columns[:half]), (rows, columns[half:])
             part = tokens(*first)
             is_full = live_pairs == len(queries) * len(keys)
-            of_first = len(part[0]) * len(part[1]) if is_full else self.count(*part)
-            left.append((*second, live_pairs - of_first))
-            left.append((*first, of_first))
+            first_pairs = len(part[0]) * len(part[1]) if is_full else self.count(*part)
+            left.append((*second, live_pairs - first_pairs))
+            left.append((*first, first_pairs))
 
     def cut_strip(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
         """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile.
@@ -171,12 +171,12 @@ class TokenGroups:
         group, queries, keys, live_pairs = strip
         unit, width = self.unit(self.queries[group]), 0  # of keys that every row sees, counted once
         others = []
-        for each in keys:
-            number = self.count(queries, each)
-            if number == len(queries) * len(each):
-                width += len(each)
+        for key_range in keys:
+            number = self.count(queries, key_range)
+            if number == len(queries) * len(key_range):
+                width += len(key_range)
             elif number:
-                others.append(each)
+                others.append(key_range)
 
         def count(cut: int) -> int:
             rows = range(queries.start, cut)
@@ -223,8 +223,8 @@ class TokenGroups:
                 }
                 keys, live_pairs = sorted(live, key=attrgetter("start")), sum(live.values())
                 if joined and joined[-1][1] == keys and joined[-1][0].stop == queries.start:
-                    above, _, of_above = joined.pop()
-                    queries, live_pairs = range(above.start, queries.stop), of_above + live_pairs
+                    above, _, pairs_above = joined.pop()
+                    queries, live_pairs = range(above.start, queries.stop), pairs_above + live_pairs
                 if keys:
                     joined.append((queries, keys, live_pairs))
             for queries, keys, live_pairs in joined:
@@ -241,7 +241,7 @@ class TokenGroups:
         """Return the rows from the first to the last that has a live pair; there is one."""
 
         def is_live(start: int, stop: int) -> bool:
-            return any(self.count(range(start, stop), each) for each in keys)
+            return any(self.count(range(start, stop), key_range) for key_range in keys)
 
         start, stop = queries.start, queries.stop
         if not is_live(start, start + 1):

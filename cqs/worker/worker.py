@@ -249,7 +249,7 @@ class Worker:
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges, distance)
         tensors = query.joined(), key.joined(), value.joined()
         if self.terms is not None:
-            terms = self.terms.of_pairs(query.sample.device, query.ranges, key.ranges)
+            terms = self.terms.pair_terms(query.sample.device, query.ranges, key.ranges)
         return TaskOperands(*tensors, work, self.scale, dropout, bits, terms)
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
@@ -286,7 +286,7 @@ class Worker:
             keep_scale = self.dropout.scale
         terms = None
         if self.terms is not None:
-            terms = self.terms.of_pairs(query.device, [queries], keys)
+            terms = self.terms.pair_terms(query.device, [queries], keys)
         options = None, kept, keep_scale, terms
         operands = Operands(query, key, value, is_causal, self.scale, *options)
         return backend if key.shape[2] >= backend.least_keys else REFERENCE, operands

@@ -80,7 +80,7 @@ def compile_both_passes(
         query = torch.randn(1, 2, TOKENS, head_dim, dtype=dtype)
         key, value = (torch.randn(1, 1, TOKENS, head_dim, dtype=dtype) for _ in range(2))
         bits = None if dropout is None else dropout.random_bits(query, whole, whole)
-        of_pairs = terms and terms.of_pairs(query.device, whole, whole)
+        of_pairs = terms and terms.pair_terms(query.device, whole, whole)
         operands = TaskOperands(query, key, value, work, 0.1, dropout, bits, of_pairs)
         answer, grad_output = launch.attend_block_rows(operands), torch.randn_like(query)
         gradients = launch.gradients_of_block_rows(operands, grad_output, *answer)

@@ -120,6 +120,6 @@ def test_dropout_and_score_terms_have_other_kernels():
     query, whole = torch.empty(1, 4, 8192, 128, device="meta", dtype=BF16), [range(8192)]
     operands = TaskOperands(query, query, query, plan_work(8192, 8192), 0.1)
     assert rectangle_launch.takes_rectangle_kernel(operands)
-    capped = ScoreTerms(softcap=20.0).of_pairs(torch.device("cpu"), whole, whole)
+    capped = ScoreTerms(softcap=20.0).pair_terms(torch.device("cpu"), whole, whole)
     for other in operands._replace(dropout=Dropout(0.5, 0)), operands._replace(terms=capped):
         assert not rectangle_launch.takes_rectangle_kernel(other)

@@ -73,10 +73,10 @@ class Hosts:
 
     def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
         """Return the function that lists the steps of a task, given its index."""
-        of_hosts = replace(
+        host_groups = replace(
             groups, number=groups.number // self.size, parts=groups.parts * self.size
         )
-        steps_of_host = self.outer.divide(of_hosts)
+        steps_of_host = self.outer.divide(host_groups)
 
         @cache
         def balanced(host: int) -> list[list[Strip]]:

@@ -61,7 +61,7 @@ class Quorums:
             The two numbers, including the task's own group, as a mean over all tasks.
         """
         distances = (min(offset, num_tasks - offset) for offset in self.interest_set)
-        number = sum(max(per_host - each, 0) for each in distances) / per_host
+        number = sum(max(per_host - distance, 0) for distance in distances) / per_host
         return number, number
 
     def fit(self, num_tasks: int) -> "Quorums":
