@@ -155,8 +155,7 @@ def _predict_pass(
             np.maximum(moved_bytes.sum(axis=0), moved_bytes.sum(axis=1)) / chunks
             for moved_bytes in (moved * near, moved * far)
         )
-        seconds = np.maximum(inside / machine.bandwidth, outside / machine.between)
-        return np.where(seconds > 0, machine.latency + seconds, 0.0)
+        return np.array(list(map(machine.exchange, inside.tolist(), outside.tolist())))
 
     row_bytes, moved_keys = rows * row, keys * key
     inputs, outputs = row_bytes + moved_keys, row_bytes

@@ -318,9 +318,8 @@ class Plan:
                 raise ValueError(
                     f"the pattern of the plan is {recorded}, got {given}: pass the same"
                 )
-            lists = (
-                [written.pop(name, None) for name in _JSON_LISTS] if "tasks" in written else None
-            )
+            is_listed = "tasks" in written
+            lists = [written.pop(name, None) for name in _JSON_LISTS if is_listed]
             plan = make_plan(
                 **{name: written[name] for name in _JSON_NUMBERS},
                 kind=read_kind(written),
