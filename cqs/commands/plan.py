@@ -98,11 +98,11 @@ def run(options: argparse.Namespace) -> None:
         problem["num_tasks"] = options.interest_sets
         default = make_plan(1, num_tasks=options.interest_sets).interest_set
         columns = _SET_COLUMNS | {"default": lambda costs: "*" * (costs.interest_set == default)}
-        show(tabulate(compare_interest_sets(**problem, shape=shape), columns))
+        show(tabulate(compare_interest_sets(make_plan(**problem), shape), columns))
         return
     chosen = options.interest_set
     if isinstance(chosen, str):
-        chosen = choose_interest_set(**problem, shape=shape, by=chosen)
+        chosen = choose_interest_set(make_plan(**problem), shape, by=chosen)
     plan = make_plan(**problem, kind=Quorums(tuple(chosen)) if chosen else options.kind)
     note_idle(plan.num_tasks, max(plan.seqlen_q, plan.seqlen_kv))
     if options.json:

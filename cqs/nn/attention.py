@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
         self.mesh = mesh
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
         self.is_causal = is_causal
-        self.pattern = None if pattern is None else self._of_own_heads(pattern)
+        self.pattern = None if pattern is None else self._select_own_heads(pattern)
         self.rope_theta = rope_theta
         self.strategy = cqs.distributed.Strategy(head_parallel)
         self.query, self.key, self.value = (
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
             ``[batch, rows, hidden_size]``.
         """
         if pattern is not None:
-            pattern = self._of_own_heads(pattern)
+            pattern = self._select_own_heads(pattern)
         if self.pattern is not None:
             pattern = self.pattern if pattern is None else self.pattern & pattern
         heads = self.project(hidden, tokens)
@@ -118,7 +118,7 @@ class SelfAttention(nn.Module):
         rows: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return rows
 
-    def _of_own_heads(self, pattern: Pattern) -> Pattern:
+    def _select_own_heads(self, pattern: Pattern) -> Pattern:
         """Return the pattern of the query heads of this rank, or raise TypeError or ValueError."""
         check_is_pattern(pattern)
         batch, heads = pattern.heads

@@ -33,7 +33,7 @@ class HybridDecoder(nn.Module):
     Example:
         >>> from cqs.patterns import sliding_window
         >>> patterns = [None, sliding_window(4, 0)]
-        >>> blocks = [HybridTransformerBlock(64, 4, 128, pattern=each) for each in patterns]
+        >>> blocks = [HybridTransformerBlock(64, 4, 128, pattern=pattern) for pattern in patterns]
         >>> HybridDecoder(100, blocks)(torch.arange(10)[None]).shape
         torch.Size([1, 10, 100])
     """

@@ -40,7 +40,7 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     parameters = list(module.parameters())
     has_gradient = [parameter.grad is not None for parameter in parameters]
     for axis in AXES:
-        has_gradient = _of_any(has_gradient, mesh.get_group(axis))
+        has_gradient = _any_rank(has_gradient, mesh.get_group(axis))
     for parameter, is_needed in zip(parameters, has_gradient, strict=True):
         if not is_needed:
             continue
@@ -56,8 +56,8 @@ def reduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
         dist.all_reduce(gradient, group=mesh.get_group("sequence"))
 
 
-def _of_any(flags: Sequence[bool], group: Any) -> list[bool]:
+def _any_rank(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return the logical or of the flags of all ranks, without a synchronisation of GPUs."""
     request = {"call": "reduce_gradients", "parameters": len(flags)}
-    of_ranks = gather(group, request, list(map(int, flags)))
-    return [any(of_parameter) for of_parameter in zip(*of_ranks, strict=True)]
+    rank_flags = gather(group, request, list(map(int, flags)))
+    return [any(parameter_flags) for parameter_flags in zip(*rank_flags, strict=True)]

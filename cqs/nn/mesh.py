@@ -112,8 +112,8 @@ def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
                 "hidden must be divided over the tensor axis as by torch.chunk, with a row on "
                 f"every rank, got rows {rows}"
             )
-    of_groups = agree(group, request, (sum(rows), 0, 0, 0)).seqlens_q
-    first = sum(of_groups[: dist.get_rank(group)])
+    group_rows = agree(group, request, (sum(rows), 0, 0, 0)).seqlens_q
+    first = sum(group_rows[: dist.get_rank(group)])
     return range(first, first + sum(rows))
 
 

@@ -108,7 +108,7 @@ def as_pieces(rows: Rows) -> Iterator[Piece]:
     for edge in (start, last):
         rules += [is_diagonal & (np.diff(edge) == 1), is_diagonal & (np.diff(edge // step) == 0)]
     first, held = 0, (True,) * 5
-    for row, pair in enumerate(zip(*(each.tolist() for each in rules), strict=True), 1):
+    for row, pair in enumerate(zip(*(rule.tolist() for rule in rules), strict=True), 1):
         fewer = tuple(map(and_, held, pair))
         if fewer[0] or (fewer[1] or fewer[2]) and (fewer[3] or fewer[4]):
             held = fewer

@@ -57,15 +57,15 @@ def tidy_all(pieces: Iterable[Piece]) -> list[Piece]:
     Raises:
         ValueError: There are more than 65,536 pieces.
     """
-    return [found for piece in _listed(pieces) if (found := tidy(piece)) is not None]
+    return [tidied for piece in _listed(pieces) if (tidied := tidy(piece)) is not None]
 
 
 def _listed(pieces: Iterable[Piece]) -> list[Piece]:
     """List pieces, or raise ValueError if there are too many."""
-    found = list(islice(pieces, MAX_PIECES + 1))
-    if len(found) > MAX_PIECES:
+    listed = list(islice(pieces, MAX_PIECES + 1))
+    if len(listed) > MAX_PIECES:
         raise ValueError(f"a pattern must have at most {MAX_PIECES} pieces, got more: simplify it")
-    return found
+    return listed
 
 
 def _check_pairs(number: int) -> None:

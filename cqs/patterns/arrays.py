@@ -14,12 +14,12 @@ def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
     """Return up to ``most`` elements of an iterable or array as a list of Python numbers."""
     try:
         elements = values.tolist() if hasattr(values, "tolist") else values
-        found = list(islice(elements, most + 1))
+        listed = list(islice(elements, most + 1))
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
-    if len(found) > most:
+    if len(listed) > most:
         raise ValueError(f"{name} must have at most {most} elements")
-    return found
+    return listed
 
 
 def as_array(values: Any) -> NDArray[Any]:

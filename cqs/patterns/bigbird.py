@@ -100,7 +100,7 @@ class _BigBird(Pattern):
             yield Piece(queries.within_cells(row, row), cells)
 
     def __repr__(self) -> str:
-        return f"bigbird({', '.join(f'{name}={each}' for name, each in vars(self).items())})"
+        return f"bigbird({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
 
 def _draw(rows: Integers, choices: Integers, number: int, seed: int) -> Integers:

@@ -211,20 +211,20 @@ class BlockList:
         for row in range(*self._rows(queries)):
             inside = overlap(queries, self.row_queries(row))
             for tokens, bits in self._key_runs(row) if inside else ():
-                found = overlap(tokens, keys)
-                if not found:
+                common = overlap(tokens, keys)
+                if not common:
                     continue
                 if bits is None:
-                    yield View(inside, found)
+                    yield View(inside, common)
                     continue
                 first = inside.start % BLOCK
                 bits = bits[first : first + len(inside)]
-                if found != tokens:
-                    first = found.start - tokens.start
-                    live = np.unpackbits(bits, axis=-1)[:, first : first + len(found)]
+                if common != tokens:
+                    first = common.start - tokens.start
+                    live = np.unpackbits(bits, axis=-1)[:, first : first + len(common)]
                     bits = np.packbits(live, axis=-1)
                 if bits.any():
-                    yield View(inside, found, bits=bits)
+                    yield View(inside, common, bits=bits)
 
     def _key_runs(self, row: int) -> Iterator[tuple[range, NDArray[np.uint8] | None]]:
         """Yield the keys of full blocks side by side in a row, and of each partial block.
@@ -232,10 +232,10 @@ class BlockList:
         Partial blocks come with their bits, before the run of full blocks that precedes them.
         """
         first = row * self.num_columns
-        found = slice(*np.searchsorted(self.ids, (first, first + self.num_columns)))
-        columns = (self.ids[found] - first).tolist()
+        row_blocks = slice(*np.searchsorted(self.ids, (first, first + self.num_columns)))
+        columns = (self.ids[row_blocks] - first).tolist()
         run = range(0)
-        for column, index in zip(columns, self.bit_index[found].tolist(), strict=True):
+        for column, index in zip(columns, self.bit_index[row_blocks].tolist(), strict=True):
             keys = range(column * BLOCK, min((column + 1) * BLOCK, self.seqlen_kv))
             if index >= 0:
                 yield keys, self.bits[index]
@@ -290,7 +290,7 @@ class BlockList:
         bits = no_bits(len(ids))
         start, stop, key_start, key_stop = self.spans(ids[live & (index < 0)])
         offsets = np.arange(BLOCK)
-        rows, columns = (offsets < each[:, None] for each in (stop - start, key_stop - key_start))
+        rows, columns = (offsets < sizes[:, None] for sizes in (stop - start, key_stop - key_start))
         bits[live & (index < 0)] = np.packbits(rows[:, :, None] & columns[:, None], axis=-1)
         bits[index >= 0] = self.bits[index[index >= 0]]
         return bits

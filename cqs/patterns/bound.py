@@ -118,7 +118,7 @@ class BoundPattern:
         mask = np.zeros((len(queries), len(keys)), dtype=bool)
         for view in self.views(queries, keys):
             rows, columns = moved(view.queries, -queries.start), moved(view.keys, -keys.start)
-            where = (slice(each.start, each.stop, each.step) for each in (rows, columns))
+            where = (slice(tokens.start, tokens.stop, tokens.step) for tokens in (rows, columns))
             mask[tuple(where)] |= view.to_mask()
         return mask
 
@@ -196,19 +196,19 @@ def _as_blocks(bound: BoundPattern, ids: Integers) -> BlockList:
         ids: Ids of the blocks, ascending.
     """
     check_num_blocks(4 * len(ids))  # counted one by one: slower
-    found, pieces = BlockList.empty(*bound.lengths), BoundPattern(*bound.lengths, bound.pieces)
-    edges = np.stack(found.spans(ids), axis=1)
+    listed, pieces = BlockList.empty(*bound.lengths), BoundPattern(*bound.lengths, bound.pieces)
+    edges = np.stack(listed.spans(ids), axis=1)
     counts, num_counts = np.zeros(len(ids), dtype=np.int64), 0
     for i, (q, q_stop, k, k_stop) in enumerate(edges.tolist()):
         box = range(q, q_stop), range(k, k_stop)
         near = list(pieces._near(*box))
         check_num_blocks(4 * (num_counts := num_counts + len(near)))
         counts[i] = sum(piece.count_pairs(*box) for piece in near)
-    is_full = counts == found.areas(ids)
+    is_full = counts == listed.areas(ids)
     partial = np.flatnonzero((counts > 0) & ~is_full)
     bits = no_bits(len(partial))
     for i, (q, q_stop, k, k_stop) in enumerate(edges[partial].tolist()):
         mask = np.zeros((BLOCK, BLOCK), dtype=bool)
         mask[: q_stop - q, : k_stop - k] = pieces.to_mask(range(q, q_stop), range(k, k_stop))
         bits[i] = np.packbits(mask, axis=-1)
-    return found.with_bits(ids[partial], bits, ids[is_full])
+    return listed.with_bits(ids[partial], bits, ids[is_full])

@@ -41,8 +41,8 @@ class BoundDocuments(BoundPattern):
         has_pairs = (np.diff(ends) > 0) & (np.diff(ends_kv) > 0)
         if (number := np.count_nonzero(has_pairs)) > MAX_PIECES:
             raise ValueError(f"documents must be at most {MAX_PIECES} with queries, got {number}")
-        of_documents = ends[:-1], ends[1:], ends_kv[:-1], ends_kv[1:]
-        starts, stops, key_starts, key_stops = (each[has_pairs] for each in of_documents)
+        marks = ends[:-1], ends[1:], ends_kv[:-1], ends_kv[1:]
+        starts, stops, key_starts, key_stops = (edges[has_pairs] for edges in marks)
         fields: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "blocks": None}
         fields |= {"is_causal": is_causal, "starts": starts, "stops": stops}
         fields |= {"key_starts": key_starts, "key_stops": key_stops}
@@ -79,7 +79,7 @@ class BoundDocuments(BoundPattern):
     def _edge_lists(self) -> list[list[int]]:
         """First query, last + 1, first key, last + 1 of every document, as Python integers."""
         edges = self.starts, self.stops, self.key_starts, self.key_stops
-        return [each.tolist() for each in edges]
+        return [edge.tolist() for edge in edges]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -132,10 +132,10 @@ class BoundDocuments(BoundPattern):
         document = np.maximum(np.searchsorted(self.starts, rows, side="right") - 1, 0)
         inside = np.minimum(rows, self.stops[document]) - self.starts[document]
         own: Integers = np.maximum(inside, 0)
-        found: Integers = self._cumulative[document] + own * self._sizes[1][document]
+        live_pairs: Integers = self._cumulative[document] + own * self._sizes[1][document]
         if self.is_causal:
-            found = self._offsets[document] + _triangles(own + self._ahead[document])
-        return found
+            live_pairs = self._offsets[document] + _triangles(own + self._ahead[document])
+        return live_pairs
 
     def rows_with(self, live_pairs: Integers) -> Integers:
         """Return query indices before which there are about so many live pairs.
@@ -144,7 +144,7 @@ class BoundDocuments(BoundPattern):
             live_pairs: Numbers of live pairs, at most that of all.
         """
         document = np.searchsorted(self._cumulative[1:-1], live_pairs, side="right")
-        num_rows, num_keys = (each[document] for each in self._sizes)
+        num_rows, num_keys = (sizes[document] for sizes in self._sizes)
         exact: NDArray[np.float64] = (live_pairs - self._cumulative[document]) / num_keys
         if self.is_causal:
             # The root of the triangle T(x) = x (x + 1) / 2.
@@ -190,7 +190,7 @@ class BoundDocuments(BoundPattern):
 
     def _within(self, document: int, queries: range, keys: range) -> tuple[int, ...]:
         """Return rows, columns and band of a document's part of a rectangle."""
-        start, stop, key_start, key_stop = (each[document] for each in self._edge_lists)
+        start, stop, key_start, key_stop = (edges[document] for edges in self._edge_lists)
         rows = overlap(range(start, stop), queries)
         columns = overlap(range(key_start, key_stop), keys)
         high = key_stop - stop if self.is_causal else FAR

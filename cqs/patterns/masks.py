@@ -147,7 +147,7 @@ def read_block_mask(block_mask: Any, *sizes: int) -> Pattern:
             continue
         if partial.shape[2] == num_rows or (not axes and partial.shape[2] > num_rows):
             pattern = _patterns_of_layouts(block_mask, full, partial)
-            if axes and len({each for row in pattern for each in row}) == 1:
+            if axes and len({cell for row in pattern for cell in row}) == 1:
                 pattern = [[pattern[0][0]]]
             patterns.append(per_head(pattern))
     if len(set(patterns)) != 1:
@@ -168,9 +168,9 @@ def _patterns_of_layouts(
 
     def one(batch: int, head: int) -> Pattern:
         def strip(queries: range) -> NDArray[np.bool_]:
-            of_query = np.array(queries) // block_q
+            block_rows = np.array(queries) // block_q
             mask, unsure = (
-                np.repeat(layout[batch, head, of_query], block_kv, axis=1)[:, :seqlen_kv]
+                np.repeat(layout[batch, head, block_rows], block_kv, axis=1)[:, :seqlen_kv]
                 for layout in (full, partial)
             )
             keys = np.flatnonzero(unsure.any(axis=0))

@@ -204,8 +204,8 @@ class Combination(Pattern):
     def default_lengths(self) -> tuple[int, int] | None:  # type: ignore[override]
         """Default lengths of either pattern, preferably ones that both support."""
         sides = self.left.default_lengths, self.right.default_lengths
-        found = [lengths for lengths in sides if lengths]
-        return next(filter(self.suits, found), found[0] if found else None)
+        candidates = [lengths for lengths in sides if lengths]
+        return next(filter(self.suits, candidates), candidates[0] if candidates else None)
 
     def suits(self, lengths: tuple[int, int]) -> bool:
         """Return whether both patterns support these lengths."""
@@ -262,7 +262,7 @@ class PerHead(Pattern):
 
     def to_mask(self, seqlen_q: int, seqlen_kv: int | None = None) -> Any:
         """Return a boolean array ``[batch, heads, seqlen_q, seqlen_kv]`` with :attr:`heads`."""
-        masks = [[each.to_mask(seqlen_q, seqlen_kv) for each in row] for row in self.patterns]
+        masks = [[pattern.to_mask(seqlen_q, seqlen_kv) for pattern in row] for row in self.patterns]
         return np.array(masks)
 
     def __repr__(self) -> str:
@@ -288,9 +288,9 @@ def per_head(patterns: Sequence[Sequence[Pattern]]) -> Pattern:
     if any(isinstance(row, Pattern) for row in patterns):
         raise TypeError(f"patterns must be rows of patterns of one head, got {patterns!r}")
     rows = tuple(map(tuple, patterns))
-    for each in chain(*rows):
-        if not isinstance(each, Pattern) or isinstance(each, PerHead):
-            raise TypeError(f"patterns must be rows of patterns of one head, got {each!r}")
+    for element in chain(*rows):
+        if not isinstance(element, Pattern) or isinstance(element, PerHead):
+            raise TypeError(f"patterns must be rows of patterns of one head, got {element!r}")
     if len(lengths := {*map(len, rows)}) > 1 or 0 in lengths:
         raise ValueError(f"patterns must be rows of one length, at least 1, got {patterns!r}")
     return rows[0][0] if len(rows) == 1 and lengths == {1} else PerHead(rows)

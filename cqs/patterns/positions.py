@@ -276,7 +276,7 @@ def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
         >>> padded([2, 1]).head(1, 0).to_mask(3, 3).astype(int).tolist()
         [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     """
-    numbers = [as_integer("lengths", each, 0) for each in as_list("lengths", lengths)]
+    numbers = [as_integer("lengths", length, 0) for length in as_list("lengths", lengths)]
     numbers_kv = numbers
     if lengths_kv is not None:
         numbers_kv = [as_integer("lengths_kv", n, 0) for n in as_list("lengths_kv", lengths_kv)]
@@ -290,7 +290,7 @@ def padded(lengths: Any, lengths_kv: Any = None) -> Pattern:
 
 
 def _cumulative(name: str, lengths: Any) -> tuple[int, ...]:
-    ends = tuple(to_integer(each, f"{name} must be integers") for each in as_list(name, lengths))
+    ends = tuple(to_integer(end, f"{name} must be integers") for end in as_list(name, lengths))
     if not ends or ends[0] != 0 or any(end < start for start, end in pairwise(ends)):
         raise ValueError(f"{name} must begin with 0 and never decrease, got {list(ends)}")
     return ends
@@ -390,7 +390,7 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(indices, Sequence) and not hasattr(indices, "__iter__"):
         number = as_integer(name, indices, 0)
         return ((0, number),) if number else ()
-    tokens = sorted({as_integer(name, each, 0) for each in as_list(name, indices)})
+    tokens = sorted({as_integer(name, index, 0) for index in as_list(name, indices)})
     # Adjacent tokens are as far from their places in the list.
     groups = groupby(enumerate(tokens), key=lambda place: place[1] - place[0])
     runs = ([token for _, token in group] for _, group in groups)

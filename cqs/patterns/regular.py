@@ -32,7 +32,7 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
     """Return disjoint pieces that have exactly the live pairs of a mask, if a few suffice.
 
     Found are windows, dilated windows and strides; bands of blocks, blocks that are causal, and
-    columns of blocks, if blocks are of one size; unions of these; and rows of keys in arithmetic
+    columns of blocks, if blocks are of one size; lists of these; and rows of keys in arithmetic
     progression, the format of SPLAT (Gupta et al., arXiv 2407.16847), alone or beside a window.
     Takes time linear in the pairs.
 
@@ -47,22 +47,22 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
         return ()
     if _is_irregular(mask):
         return None
-    diagonals = _of_diagonals(mask, lengths)
+    diagonals = _diagonal_pieces(mask, lengths)
     if diagonals and _count(diagonals) == num_live:
         return tuple(diagonals)
     half = min(lengths) / 2
-    long = [each for each in diagonals or () if _longest(each) >= half]
+    long = [diagonal for diagonal in diagonals or () if _longest(diagonal) >= half]
     rest = mask & ~_to_mask(long, lengths)
-    parts = [part for part in (long, *_of_blocks(mask, rest, lengths)) if part]
+    parts = [part for part in (long, *_block_pieces(mask, rest, lengths)) if part]
     orders = (order for number in range(len(parts)) for order in permutations(parts, number + 1))
-    found: list[list[Piece]] = [pieces for order in orders if (pieces := _unite(order)) is not None]
-    found = [pieces for pieces in found if _count(pieces) == num_live]
-    found += [
+    lists: list[list[Piece]] = [pieces for order in orders if (pieces := _unite(order)) is not None]
+    lists = [pieces for pieces in lists if _count(pieces) == num_live]
+    lists += [
         [*kept, *pieces]
         for kept, rows in (([], mask), (long, rest))
-        if (pieces := _of_rows(rows)) is not None and len(kept) + len(pieces) <= _MOST_PIECES
+        if (pieces := _row_pieces(rows)) is not None and len(kept) + len(pieces) <= _MOST_PIECES
     ]
-    fewest = min(found, key=len, default=None)
+    fewest = min(lists, key=len, default=None)
     return None if fewest is None else tuple(fewest)
 
 
@@ -70,7 +70,7 @@ def _is_irregular(mask: _Mask) -> bool:
     """Return whether a few rows have keys at more distances from each other than patterns have."""
     rows = np.linspace(0, len(mask) - 1, _NUM_SAMPLES).astype(int)
     gaps = (np.unique(np.diff(np.flatnonzero(mask[row]))) for row in rows)
-    return any(len(each) > _MOST_GAPS for each in gaps)
+    return any(len(distances) > _MOST_GAPS for distances in gaps)
 
 
 def _count(pieces: Iterable[Piece]) -> int:
@@ -96,17 +96,17 @@ def _to_mask(pieces: Sequence[Piece], lengths: Lengths) -> _Mask:
     return BoundPattern(*lengths, tuple(pieces)).to_mask()
 
 
-def _of_diagonals(mask: _Mask, lengths: Lengths) -> list[Piece] | None:
+def _diagonal_pieces(mask: _Mask, lengths: Lengths) -> list[Piece] | None:
     """Return the pieces of all full diagonals, or ``None`` if there are many."""
     shift = lengths.seqlen_kv - lengths.seqlen_q
     full = np.flatnonzero(_full_diagonals(mask)) - lengths.seqlen_q + 1 - shift
     bands = _as_bands(full.tolist())
     if bands is None:
         return None
-    return tidy_all(_of_band(lengths, *band) for band in bands)
+    return tidy_all(_band_piece(lengths, *band) for band in bands)
 
 
-def _of_band(lengths: Lengths, first: int, last: int, step: int) -> Piece:
+def _band_piece(lengths: Lengths, first: int, last: int, step: int) -> Piece:
     """Return the piece of diagonals: key position - query position from ``first`` to ``last``."""
     offset = first % step
     keys = lengths.keys(step)._replace(origin=offset)
@@ -130,12 +130,12 @@ def _full_diagonals(mask: _Mask) -> _Mask:
 
 def _as_bands(diagonals: list[int]) -> list[_Band] | None:
     """Write ascending integers as disjoint arithmetic progressions, or ``None`` if as many."""
-    found = [
+    candidates = [
         _runs_first(diagonals, 1),
         _runs_first(diagonals, _MOST_STEPS),
         _progressions(diagonals, _MOST_STEPS),
     ]
-    return min((each for each in found if each is not None), key=len, default=None)
+    return min((bands for bands in candidates if bands is not None), key=len, default=None)
 
 
 def _runs_first(diagonals: list[int], num_steps: int) -> list[_Band] | None:
@@ -184,7 +184,7 @@ def _progressions(numbers: list[int], num_steps: int) -> list[_Band] | None:
     return bands
 
 
-def _of_blocks(mask: _Mask, rest: _Mask, lengths: Lengths) -> Iterator[list[Piece]]:
+def _block_pieces(mask: _Mask, rest: _Mask, lengths: Lengths) -> Iterator[list[Piece]]:
     """Yield parts of a mask with blocks of one size: bands of them, causal ones, and columns.
 
     Args:
@@ -260,7 +260,7 @@ def _columns(mask: _Mask, queries: Axis, keys: Axis) -> list[Axis]:
     return [keys._replace(origin=first, width=end - first + 1) for first, end in runs]
 
 
-def _of_rows(mask: _Mask) -> list[Piece] | None:
+def _row_pieces(mask: _Mask) -> list[Piece] | None:
     """Return the pieces of rows that are arithmetic progressions; ``None`` if they are not."""
     counts = np.count_nonzero(mask, axis=1)
     first = mask.argmax(axis=1)
@@ -271,7 +271,7 @@ def _of_rows(mask: _Mask) -> list[Piece] | None:
     for row, start, end, step in zip(mask, first, last, steps, strict=True):
         if row[start] and not row[start : end + 1 : step].all():
             return None
-    columns = (each.astype(object) for each in (first, steps, counts, last))
+    columns = (column.astype(object) for column in (first, steps, counts, last))
     pieces: list[Piece] = []
     for piece in as_pieces(Rows(*columns)):
         pieces.append(piece)

@@ -41,16 +41,16 @@ def parse_pattern(text: str) -> Pattern:
         sliding_window(256, 0) | global_tokens(range(0, 4))
     """
     try:
-        found = _evaluate(ast.parse(text.strip(), mode="eval").body)
+        parsed = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"pattern {text!r} is no expression: {error.msg}") from None
     except (RecursionError, MemoryError):
         raise ValueError("the pattern is nested too deeply, or too large for memory") from None
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"pattern {text!r}: {error}") from error
-    if not isinstance(found, Pattern):
-        raise ValueError(f"pattern {text!r} is no pattern but {found!r}")
-    return found
+    if not isinstance(parsed, Pattern):
+        raise ValueError(f"pattern {text!r} is no pattern but {parsed!r}")
+    return parsed
 
 
 def _evaluate(node: ast.expr) -> Any:
@@ -82,7 +82,7 @@ def _elements(node: ast.expr) -> list[Any]:
     """Return what one entry of a list stands for: itself, or with a star all that it holds."""
     if isinstance(node, ast.Starred):
         return as_list("what a star unpacks", _evaluate(node.value))
-    found = _evaluate(node)
-    if isinstance(found, range):
-        raise ValueError(f"{found!r} in a list must be unpacked by a star")
-    return [found]
+    element = _evaluate(node)
+    if isinstance(element, range):
+        raise ValueError(f"{element!r} in a list must be unpacked by a star")
+    return [element]

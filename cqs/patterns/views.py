@@ -166,9 +166,9 @@ def _pairs_of_cells(piece: Piece) -> Iterator[View]:
             keys = _cell_of(columns, key_cell)
             apart = columns.origin + columns.step * key_cell - rows.origin - rows.step * cell
             band = apart + piece.inner_low, apart + piece.inner_high
-            found = tidy(plain_piece(queries, keys, *band))
-            if found is not None:
-                yield View(found.queries.tokens, found.keys.tokens, *band)
+            cell_piece = tidy(plain_piece(queries, keys, *band))
+            if cell_piece is not None:
+                yield View(cell_piece.queries.tokens, cell_piece.keys.tokens, *band)
 
 
 def _residue(axis: Axis, offset: int) -> range:

@@ -119,8 +119,8 @@ class Problem:
                         stop = min(stop, first + group_size - first % group_size)
                     elif stop - first > group_size:
                         stop -= stop % group_size
-                    of_keys = slice(first // group_size, -(-stop // group_size))
-                    yield (row, slice(first, stop)), (row, of_keys)
+                    kv_heads = slice(first // group_size, -(-stop // group_size))
+                    yield (row, slice(first, stop)), (row, kv_heads)
                     first = stop
 
     @property
@@ -233,7 +233,7 @@ def check_problem(
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     if not query.shape[0] == key.shape[0] == value.shape[0]:
-        query, key, value = (each.expand(batch, -1, -1, -1) for each in (query, key, value))
+        query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     if (scale := options.get("scale")) is None:
         scale = query.shape[3] ** -0.5
     factor = to_float(scale, "scale must be a number or None")

@@ -28,13 +28,13 @@ def pieces_of(steps: Sequence[Step], *, has_rows: bool, has_columns: bool) -> li
     nothing = [range(0)]
     queries = join_ranges(block.queries for block in blocks) if has_rows else nothing
     keys = join_ranges(block.keys for block in blocks) if has_columns else nothing
-    return [(of_queries, of_keys) for of_queries in queries for of_keys in keys]
+    return [(rows, columns) for rows in queries for columns in keys]
 
 
 def pack(terms: ScoreTerms, tensor: Tensor, pieces: Iterable[Piece]) -> Tensor:
     """Return blocks of a bias, or of its sum, one after another."""
-    found = [block.reshape(-1) for block in places(terms, tensor, pieces)]
-    return torch.cat(found) if found else tensor.new_empty(0)
+    blocks = [block.reshape(-1) for block in places(terms, tensor, pieces)]
+    return torch.cat(blocks) if blocks else tensor.new_empty(0)
 
 
 def places(terms: ScoreTerms, tensor: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:

@@ -79,8 +79,8 @@ class Dropout:
         )
         streams = _draw(self.seed, torch.arange(3, device=device))
         # Multipliers and increments are drawn together: an operation takes the host 5 us.
-        of_queries = _draw(_draw(_draw(streams[:2].view(-1, 1, 1, 1), batches), heads), rows)
-        multiplier, increment = of_queries.unbind()
+        row_streams = _draw(_draw(_draw(streams[:2].view(-1, 1, 1, 1), batches), heads), rows)
+        multiplier, increment = row_streams.unbind()
         return DropoutBits(multiplier, increment, _draw(streams[2], columns))
 
     def kept(self, bits: DropoutBits) -> Tensor:

@@ -63,7 +63,7 @@ class ScoreTerms:
     @property
     def names(self) -> frozenset[str]:
         """Names of the terms that are not trivial, as backends list those that they support."""
-        found = {
+        terms = {
             "softcap": bool(self.softcap),
             "alibi_slopes": self.alibi_slopes is not None,
             "bias": self.bias is not None,
@@ -71,7 +71,7 @@ class ScoreTerms:
             "score_mod": self.score_mod is not None,
             "gradient of score_mod": bool(self.captured),
         }
-        return frozenset(name for name, is_given in found.items() if is_given)
+        return frozenset(name for name, is_given in terms.items() if is_given)
 
     @property
     def depends_on_positions(self) -> bool:
@@ -94,12 +94,12 @@ class ScoreTerms:
     def part(self, row: slice, heads: slice) -> "ScoreTerms":
         """Return the terms of some batch elements and query heads."""
         slopes, bias = (
-            None if each is None else of_heads(each, row, heads)
-            for each in (self.alibi_slopes, self.bias)
+            None if tensor is None else select_heads(tensor, row, heads)
+            for tensor in (self.alibi_slopes, self.bias)
         )
         sums = self.sums
         if self.bias_requires_grad and sums:
-            sums = of_heads(sums[0], row, heads), *sums[1:]
+            sums = select_heads(sums[0], row, heads), *sums[1:]
         return replace(
             self,
             alibi_slopes=slopes,
@@ -123,18 +123,18 @@ class ScoreTerms:
         """Add the sum of the bias's gradient of a chunk, whose positions it holds."""
         if not self.bias_requires_grad or not self.sums or chunk is None or chunk.held is None:
             return
-        total = of_heads(self.sums[0], slice(batch, batch + 1), slice(heads.start, heads.stop))
+        total = select_heads(self.sums[0], slice(batch, batch + 1), slice(heads.start, heads.stop))
         (queries,), (keys,) = chunk.held
         self.cut(total, queries, keys).add_(chunk.sums[0].to(total.device))
 
     def identity(self) -> dict[str, Any]:
         """Return what distinguishes the terms from others, in JSON types."""
-        found = {
+        fields = {
             "softcap": self.softcap or None,
             "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.tolist(),
             "bias": None if self.bias is None else _digest(self.bias),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def with_sums(self, dtype: torch.dtype) -> "ScoreTerms":
         """Return the terms with zeros as sums of the gradients."""
@@ -151,8 +151,8 @@ class ScoreTerms:
             return PairTerms(self, positions)
         held = self.held or (None, None)
         rows, columns = (
-            _ALL if size == 1 else _index(wanted, of_side, device)
-            for size, wanted, of_side in zip(
+            _ALL if size == 1 else _index(wanted, held_tokens, device)
+            for size, wanted, held_tokens in zip(
                 self.bias.shape[2:], (queries, keys), held, strict=True
             )
         )
@@ -215,7 +215,7 @@ class PairTerms(NamedTuple):
             for first, number in ((terms.first_batch, batch), (terms.first_head, num_heads))
         )
         try:
-            found = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
+            modified = _over_pairs(terms.score_mod)(scores, batches, heads, *self.positions)
         except RuntimeError as error:
             if not any(text in str(error) for text in _OF_VMAP):
                 raise
@@ -223,7 +223,7 @@ class PairTerms(NamedTuple):
                 "scores.score_mod must be made of PyTorch's functions: use torch.where in place of "
                 "if, and no .item(), NumPy or random numbers"
             ) from error
-        return found.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
+        return modified.to(scores.dtype, copy=True)  # it may be a view of a captured tensor
 
     def with_errors(self, scores: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores after all terms, and what their rounding errors are proportional to.
@@ -240,15 +240,15 @@ class PairTerms(NamedTuple):
         ones = torch.ones_like(shifted)
         slopes = self._differentiate_mod(shifted, lambda _: ones).abs()
         modified = self._modified(shifted)
-        found = slopes.nan_to_num() * magnitudes + modified.abs()
-        return modified, found.masked_fill(~found.isfinite(), 0)
+        errors = slopes.nan_to_num() * magnitudes + modified.abs()
+        return modified, errors.masked_fill(~errors.isfinite(), 0)
 
     def addend(self) -> Tensor:
         """Return ALiBi and bias, float32, ``[batch, num_heads, queries, keys]`` or 1 for each."""
         if self.bias is None:
             return self.alibi(torch.float32)
-        found = self.bias.float()
-        return found if self.terms.alibi_slopes is None else found + self.alibi(torch.float32)
+        bias = self.bias.float()
+        return bias if self.terms.alibi_slopes is None else bias + self.alibi(torch.float32)
 
     def alibi(self, dtype: torch.dtype) -> Tensor:
         """Return the bias of ALiBi, ``[1 or batch, num_heads, queries, keys]`` (arXiv 2108.12409).
@@ -335,9 +335,9 @@ class Reads(TorchFunctionMode):
         self._made: dict[int, Tensor] = {}
         self._modified: Tensor | None = None
 
-        def function(*of_pair: Tensor) -> Tensor:
+        def function(*arguments: Tensor) -> Tensor:
             with self:
-                modified = score_mod(*of_pair)
+                modified = score_mod(*arguments)
             self._add(modified)
             return modified
 
@@ -352,15 +352,15 @@ class Reads(TorchFunctionMode):
         """Note the tensors that an operation reads, and those that it makes."""
         self._add((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        self._made.update((id(each), each) for each in made)
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        self._made.update((id(tensor), tensor) for tensor in made)
         return result
 
     def _add(self, values: Any) -> None:
-        for each in tree_leaves(values):
-            if isinstance(each, Tensor) and not is_functorch_wrapped_tensor(each):
-                if id(each) not in self._made:
-                    self._read[id(each)] = each
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and not is_functorch_wrapped_tensor(tensor):
+                if id(tensor) not in self._made:
+                    self._read[id(tensor)] = tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -370,7 +370,7 @@ class Reads(TorchFunctionMode):
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """Those on which the score depends and that require gradients, and other such leaves."""
-        given = {get_gradient_edge(each): each for each in self.tensors if each.requires_grad}
+        given = {get_gradient_edge(leaf): leaf for leaf in self.tensors if leaf.requires_grad}
         if self._modified is None:
             return tuple(given.values())
         if not self._modified.requires_grad:
@@ -391,24 +391,24 @@ class Reads(TorchFunctionMode):
 def _digest(tensor: Tensor) -> str:
     """Return a hash of shape, dtype and values of a tensor."""
     values = tensor.detach().cpu().contiguous()
-    found = hashlib.blake2b(f"{values.dtype}{list(values.shape)}".encode(), digest_size=16)
-    found.update(values.view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    digest = hashlib.blake2b(f"{values.dtype}{list(values.shape)}".encode(), digest_size=16)
+    digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _over_pairs(score_mod: ScoreMod) -> Callable[..., Tensor]:
     """Return the function of scores ``[batch, num_heads, queries, keys]`` and four vectors."""
 
-    def function(*of_pair: Tensor) -> Tensor:
-        found: Any = score_mod(*of_pair)
-        if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim:
-            kind = type(found).__name__
-            if isinstance(found, Tensor):
-                kind = f"{found.dtype} of shape {list(found.shape)}"
+    def function(*arguments: Tensor) -> Tensor:
+        modified: Any = score_mod(*arguments)
+        if not isinstance(modified, Tensor) or not modified.is_floating_point() or modified.ndim:
+            kind = type(modified).__name__
+            if isinstance(modified, Tensor):
+                kind = f"{modified.dtype} of shape {list(modified.shape)}"
             raise TypeError(
                 f"scores.score_mod must return a floating-point scalar tensor, got {kind}"
             )
-        return found
+        return modified
 
     over: tuple[tuple[int | None, ...], ...] = (
         (0, None, None, None, 0),
@@ -421,7 +421,7 @@ def _over_pairs(score_mod: ScoreMod) -> Callable[..., Tensor]:
     return function
 
 
-def of_heads(tensor: Tensor, row: slice, heads: slice) -> Tensor:
+def select_heads(tensor: Tensor, row: slice, heads: slice) -> Tensor:
     """Return some batch elements and heads of a tensor, which may have one for all."""
     row, heads = (
         _ALL if size == 1 else wanted
@@ -438,8 +438,8 @@ def _take(tensor: Tensor, rows: Any, columns: Any) -> Tensor:
 
 
 def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    found = [torch.arange(r.start, r.stop, device=device) for r in ranges]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    positions = [torch.arange(r.start, r.stop, device=device) for r in ranges]
+    return positions[0] if len(positions) == 1 else torch.cat(positions)
 
 
 def _index(
@@ -463,6 +463,6 @@ def _select(index: Any, size: int, wanted: Any) -> Any:
     if isinstance(index, Tensor):
         return index[wanted]
     if isinstance(wanted, slice):
-        found = range(*index.indices(size))[wanted]
-        return slice(found.start, found.stop, found.step)
+        selected = range(*index.indices(size))[wanted]
+        return slice(selected.start, selected.stop, selected.step)
     return wanted + (index.start or 0)

@@ -182,15 +182,15 @@ def _check_score_mod(score_mod: Any) -> Any:
     if not callable(score_mod):
         raise TypeError(f"scores.score_mod must be a function or None, got {score_mod!r}")
     try:
-        of_function = signature(score_mod)
+        score_signature = signature(score_mod)
     except ValueError:  # a function of C without one
         return score_mod
     try:
-        of_function.bind(*range(5))
+        score_signature.bind(*range(5))
     except TypeError:
         raise TypeError(
             "scores.score_mod must be a function of score, batch element, head, query and key, "
-            f"got one of {of_function}"
+            f"got one of {score_signature}"
         ) from None
     return score_mod
 
@@ -210,10 +210,10 @@ def add_sinks(answer: Partial, sinks: Tensor) -> Partial:
         ``answer``.
     """
     output, lse = answer
-    of_rows = sinks.to(lse.dtype).unsqueeze(-1)
-    share = torch.sigmoid(lse - of_rows).masked_fill_(lse == -torch.inf, 0)
+    row_sinks = sinks.to(lse.dtype).unsqueeze(-1)
+    share = torch.sigmoid(lse - row_sinks).masked_fill_(lse == -torch.inf, 0)
     output.mul_(share.unsqueeze(-1))
-    torch.logaddexp(lse, of_rows, out=lse)
+    torch.logaddexp(lse, row_sinks, out=lse)
     return answer
 
 

@@ -55,9 +55,9 @@ def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tens
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0:
         check_untransformed(name, tensor)
     for attribute in ("dtype", "device") if query is not None else ():
-        wanted, found = getattr(query, attribute), getattr(tensor, attribute)
-        if found != wanted:
-            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {found}")
+        wanted, actual = getattr(query, attribute), getattr(tensor, attribute)
+        if actual != wanted:
+            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {actual}")
     return tensor
 
 

@@ -1,257 +1,66 @@
-"""Balance the live pairs of a pattern across tasks.
+"""Balance live pairs across tasks: tasks above the mean give rows of their strips to others."""
 
-With a pattern, groups of equal length do not hold equal work. Balancing has four phases:
-
-1. Assign every pair of groups to a task whose quorum holds both: the owner in a plan without a
-   pattern, unless that task is full.
-2. Move strips of rows from tasks above the mean to tasks whose quorums hold both groups. A move may
-   pass through other tasks, which give away other strips: any two quorums share a group, and every
-   task that holds a group may compute it against itself.
-3. Move the remaining excess to tasks that must hold a group outside their quorum, also through
-   other tasks if this adds fewer groups.
-4. Even out single rows that exceed the tolerance.
-"""
-
-from collections import defaultdict
-from collections.abc import Iterator
-from functools import reduce
-from heapq import heappop, heappush
-from operator import or_
-
-from cqs.scheduler.quorum import pair_offsets
 from cqs.scheduler.token_groups import Strip, TokenGroups
 
-_TOLERANCE = 100
+TOLERANCE = 100
 """The busiest task may exceed the mean by one part in this number, that is, by 1 %."""
 
 
-def balance_work(token_groups: TokenGroups, interest_set: tuple[int, ...]) -> list[list[Strip]]:
-    """Assign every live pair to one of ``token_groups.number`` tasks, with balanced work.
+def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[list[Strip]]:
+    """Move rows between tasks with the same keys until none exceeds the mean by more than 1 %.
+
+    The tasks with the most live pairs give their first rows to those with the fewest. The excess
+    that remains is less than one row, or one tile of rows.
 
     Args:
-        token_groups: The token groups of a problem with a pattern.
-        interest_set: Difference cover of the integers modulo the number of tasks; contains 0.
-
-    Returns:
-        The strips of every task. Every live pair lies in exactly one strip of one task.
+        strips: The strips of every task.
+        token_groups: The token groups.
     """
-    rows, columns = list(enumerate(token_groups.queries)), range(len(token_groups.keys))
-    strips = list(token_groups.live_strips(rows, columns))
-    mean = -(-sum(strip.live_pairs for strip in strips) // token_groups.number)
-    tolerated = mean // _TOLERANCE
-    balancer = _Balancer(token_groups, interest_set, mean + tolerated, mean + tolerated // 2)
-    balancer.assign(strips)
-    balancer.rebalance(max(tolerated, 1), within_quorums=True)
-    balancer.rebalance(max(tolerated // 2, 1), within_quorums=False)
-    balancer.even_out()
+    mean = -(-sum(strip.live_pairs for owned in strips for strip in owned) // len(strips))
+    balancer = Balancer(token_groups, mean + mean // TOLERANCE, mean, len(strips))
+    for index, owned in enumerate(strips):
+        for strip in owned:
+            if strip.live_pairs:
+                balancer.add(index, strip)
+    balancer.level()
     return balancer.strips
 
 
-class _Balancer:
-    """The strips that each task owns, and the groups that each task holds.
+class Balancer:
+    """The strips of each task, of which tasks above a limit give rows to others, here any rows."""
 
-    Sets of token groups and of tasks are bit masks: bit i of an integer stands for element i.
-    """
-
-    def __init__(
-        self, token_groups: TokenGroups, interest_set: tuple[int, ...], limit: int, goal: int
-    ):
+    def __init__(self, token_groups: TokenGroups, limit: int, goal: int, num_tasks: int) -> None:
         """Start with no strips.
 
         Args:
-            token_groups: The token groups of a problem with a pattern.
-            interest_set: Difference cover of the integers modulo the number of tasks; contains 0.
+            token_groups: The token groups, which count live pairs.
             limit: A task with more live pairs gives some away.
             goal: Live pairs that givers and receivers should have, between the mean and ``limit``.
+            num_tasks: Number of tasks.
         """
-        self.num_tasks = token_groups.number
-        self.strips: list[list[Strip]] = [[] for _ in range(self.num_tasks)]
-        self._live_pairs = [0] * self.num_tasks
-        self._held = [0] * self.num_tasks
-        self._holding = [0] * self.num_tasks
-        """Bit mask of the tasks that hold each group."""
-        self._ranked: dict[int, list[Strip]] = {}
-        self._token_groups, self._quorum_size = token_groups, len(interest_set)
-        self._limit, self._goal = limit, goal
-        partners, shared = pair_offsets(interest_set, self.num_tasks)
-        self._owner_offsets: dict[int, tuple[int, ...]] = {
-            (b - a) % self.num_tasks: (a,) for a, groups in partners.items() for b in groups
-        }
-        if shared is not None:
-            self._owner_offsets[self.num_tasks // 2] = shared
-        self._holder_offsets = [
-            [a for a in interest_set if (a + distance) % self.num_tasks in interest_set]
-            for distance in range(self.num_tasks)
-        ]
+        self.strips: list[list[Strip]] = [[] for _ in range(num_tasks)]
+        self._live_pairs = [0] * num_tasks
+        self._token_groups, self._limit, self._goal = token_groups, limit, goal
 
-    def assign(self, strips: list[Strip]) -> None:
-        """Assign every strip to a task whose quorum holds its groups.
-
-        Strips with a single candidate are assigned first, then the largest. Candidates are compared
-        by their excess over the limit, then in this order: the owner in a plan without a pattern,
-        the fewest newly held groups, the least work.
-        """
-        parts = [part for strip in strips for part in self._plain_parts(strip)]
-        parts.sort(key=lambda part: (len(self._holders(part[0])) > 1, -part[0].live_pairs))
-        for strip, owner in parts:
-            choices = []
-            for index in self._holders(strip):
-                total = self._live_pairs[index] + strip.live_pairs
-                new = self._num_new(index, self._groups(strip))
-                choices.append((max(total - self._limit, 0), index != owner, new, total, index))
-            *_, chosen = min(choices)
-            self._add(chosen, strip)
-
-    def rebalance(self, least: int, *, within_quorums: bool) -> None:
-        """Move work away from tasks above the limit, the busiest first.
-
-        Args:
-            least: Size of the smallest strip that is moved, and the smallest deficit that is
-                filled.
-            within_quorums: Whether a strip may move only to tasks whose quorums hold both groups.
-        """
-        live_pairs = self._live_pairs
-        givers = [index for index, total in enumerate(live_pairs) if total > self._limit]
-        for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
-            while live_pairs[giver] > self._limit:
-                moves = self._find_moves(giver, least, within_quorums)
-                if not moves:
-                    break
-                last = moves[0][2]
-                most = min(live_pairs[giver] - self._goal, self._goal - live_pairs[last])
-                for move in moves:
-                    most = self._move_rows(*move, most)
-                if not most:
-                    break
-
-    def even_out(self) -> None:
-        """Move half the difference from the busiest to the least busy task, until none exceeds."""
-        live_pairs = self._live_pairs
-        while max(live_pairs) > self._limit:
-            giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
-            half = (live_pairs[giver] - live_pairs[receiver] + 1) // 2
-
-            def cost(strip: Strip, receiver: int = receiver) -> int:
-                return self._cost(receiver, self._num_new(receiver, self._groups(strip)))
-
-            ranked = sorted(self.strips[giver], key=cost)
-            if not any(self._move_rows(giver, strip, receiver, half) for strip in ranked):
-                break
-
-    def _find_moves(
-        self, giver: int, least: int, within_quorums: bool
-    ) -> list[tuple[int, Strip, int]]:
-        """Return the cheapest path of moves from ``giver`` to a task below the goal.
-
-        This is Dijkstra's algorithm on tasks with the costs of :meth:`_cost`. Ties are resolved by
-        the largest strip, then by the largest deficit.
-
-        Returns:
-            The moves, the last first, each with the task that gives, the strip, and the task that
-            receives it or some of its rows; an empty list if no path exists.
-        """
-        live_pairs = self._live_pairs
-        able = [index for index, total in enumerate(live_pairs) if total <= self._limit]
-        lacking = sum(1 << index for index in able if self._goal - live_pairs[index] >= least)
-        by_step: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for index in able:
-            for num_new in range(3):
-                by_step[self._cost(index, num_new), num_new] |= 1 << index
-        steps = sorted(by_step.items())
-        givers: dict[int, tuple[int, int]] = {}
-        reached, queue = defaultdict(int, {0: 1 << giver}), [(0, giver)]
-        bound, end = 1 << 62, giver
-        while queue and queue[0][0] + 1 < bound:
-            cost, index = heappop(queue)
-            strips = [each for each in self._largest(index) if each.live_pairs >= least]
-            for (step, num_new), receivers in steps:
-                if (total := cost + step) >= bound:
-                    break
-                for known, tasks in reached.items():
-                    receivers &= ~tasks if known <= total else -1
-                if not receivers:
-                    continue
-                by_strip = [self._receivers(each, num_new, within_quorums) for each in strips]
-                receivers &= reduce(or_, by_strip, 0)
-                reached[total] |= receivers
-                for receiver in _elements(receivers):
-                    givers[receiver] = index, num_new
-                    heappush(queue, (total, receiver))
-                if ends := receivers & lacking:
-                    first = next(found for each in by_strip if (found := ends & each))
-                    bound, end = total, min(_elements(first), key=live_pairs.__getitem__)
-        path = []
-        while end != giver:
-            index, num_new = givers[end]
-            for strip in self._largest(index):
-                if self._receivers(strip, num_new, within_quorums) >> end & 1:
-                    path.append((index, strip, end))
-                    break
-            end = index
-        return path
-
-    def _holders(self, strip: Strip) -> list[int]:
-        """Return the tasks whose quorums hold both groups of a strip."""
-        offsets = self._holder_offsets[(strip.key_group - strip.query_group) % self.num_tasks]
-        return [(strip.query_group - offset) % self.num_tasks for offset in offsets]
-
-    def _plain_parts(self, strip: Strip) -> list[tuple[Strip, int]]:
-        """Return (part, owner) pairs of a strip, as in a plan without a pattern.
-
-        A strip shared by two tasks is cut into halves. If the mirrored strip across the diagonal
-        has the same number of live pairs, each task gets one whole strip instead.
-        """
-        lap, group = divmod(strip.key_group, self.num_tasks)
-        offsets = self._owner_offsets[(group - strip.query_group) % self.num_tasks]
-        owners = [(strip.query_group - offset) % self.num_tasks for offset in offsets]
-        if len(owners) == 2:
-            queries = self._token_groups.queries[group]
-            keys = self._token_groups.keys[lap * self.num_tasks + strip.query_group]
-            if self._token_groups.count(queries, keys) == strip.live_pairs:
-                owners.pop()
-        parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
-        return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
-
-    def _groups(self, strip: Strip) -> int:
-        """Return the bit mask of the token groups that a strip requires."""
-        return 1 << strip.query_group | 1 << strip.key_group % self.num_tasks
-
-    def _num_new(self, index: int, groups: int) -> int:
-        """Return how many groups of the bit mask ``groups`` a task does not hold yet."""
-        return (groups & ~self._held[index]).bit_count()
-
-    def _cost(self, index: int, num_new: int) -> int:
-        """Return the cost of a move: 1, plus 1 per new group, plus W per group beyond a quorum."""
-        beyond = self._held[index].bit_count() + num_new - self._quorum_size
-        return 1 + num_new + (self.num_tasks * max(beyond, 0) if num_new else 0)
-
-    def _largest(self, index: int) -> list[Strip]:
-        """Return a task's largest strip of every pair of groups, the largest first."""
-        if index not in self._ranked:
-            largest: dict[int, Strip] = {}
-            for strip in sorted(self.strips[index], key=lambda strip: -strip.live_pairs):
-                largest.setdefault(self._groups(strip), strip)
-            self._ranked[index] = list(largest.values())
-        return self._ranked[index]
-
-    def _receivers(self, strip: Strip, num_new: int, within_quorums: bool) -> int:
-        """Return the bit mask of the tasks that could take a strip with ``num_new`` new groups.
-
-        The mask may have bits beyond the number of tasks. With ``within_quorums`` it contains only
-        tasks whose quorums hold both groups.
-        """
-        query_group, key_group = strip.query_group, strip.key_group % self.num_tasks
-        quorums = sum(1 << index for index in self._holders(strip)) if within_quorums else -1
-        if num_new >= 1 + (query_group != key_group):
-            return quorums
-        one, other = self._holding[query_group], self._holding[key_group]
-        return quorums & (one | other if num_new else one & other)
-
-    def _add(self, index: int, strip: Strip) -> None:
-        """Add a strip to a task."""
+    def add(self, index: int, strip: Strip) -> None:
+        """Add a strip with live pairs to a task."""
         self.strips[index].append(strip)
         self._live_pairs[index] += strip.live_pairs
-        self._hold(index, self._held[index] | self._groups(strip))
+
+    def level(self) -> None:
+        """Move first rows from the tasks with the most live pairs to those with the fewest."""
+        live_pairs = self._live_pairs
+        order = sorted(range(len(live_pairs)), key=live_pairs.__getitem__)
+        low, high = 0, len(order) - 1
+        while low < high:
+            receiver, giver = order[low], order[high]
+            excess, deficit = live_pairs[giver] - self._goal, self._goal - live_pairs[receiver]
+            if live_pairs[giver] <= self._limit:
+                high -= 1
+                continue
+            first = min(self.strips[giver], key=lambda strip: strip.queries.start)
+            if not self._move_rows(giver, first, receiver, min(excess, deficit)):
+                low, high = (low + 1, high) if excess > deficit else (low, high - 1)
 
     def _move_rows(self, giver: int, strip: Strip, receiver: int, most: int) -> int:
         """Move the first rows of a strip, with at most ``most`` live pairs, to another task.
@@ -259,47 +68,12 @@ class _Balancer:
         Returns:
             The number of live pairs moved; 0 if the first row or tile of rows has more.
         """
-        moved, rest = self._cut(strip, most)
+        moved, rest = self._token_groups.cut_strip(strip, most)
         if moved is None:
             return 0
         self.strips[giver].remove(strip)
         if rest is not None:
             self.strips[giver].append(rest)
         self._live_pairs[giver] -= moved.live_pairs
-        self._hold(giver, reduce(or_, map(self._groups, self.strips[giver]), 0))
-        self._add(receiver, moved)
+        self.add(receiver, moved)
         return moved.live_pairs
-
-    def _hold(self, index: int, groups: int) -> None:
-        for group in _elements(self._held[index] ^ groups):
-            self._holding[group] ^= 1 << index
-        self._held[index] = groups
-        self._ranked.pop(index, None)
-
-    def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
-        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile.
-
-        Returns:
-            The first part and the rest; ``None`` for an empty part.
-        """
-        if strip.live_pairs <= most:
-            return strip, None
-        groups, queries = self._token_groups, strip.queries
-        keys, unit = groups.keys[strip.key_group], groups.unit(groups.queries[strip.query_group])
-        middle = groups.cut_rows(queries, [keys], most, unit)
-        first, rest = range(queries.start, middle), range(middle, queries.stop)
-        live_pairs = groups.count(first, keys)
-        if not live_pairs:
-            return None, strip
-        return (
-            strip._replace(queries=first, live_pairs=live_pairs),
-            strip._replace(queries=rest, live_pairs=strip.live_pairs - live_pairs),
-        )
-
-
-def _elements(numbers: int) -> Iterator[int]:
-    """Yield the numbers whose bits are set, ascending."""
-    while numbers:
-        lowest = numbers & -numbers
-        yield lowest.bit_length() - 1
-        numbers ^= lowest

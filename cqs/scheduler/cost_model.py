@@ -46,6 +46,18 @@ class Prediction(NamedTuple):
     """Kind of the plan by which they share them, for methods of this package."""
 
 
+def predict_passes(predict_pass: Callable[..., Prediction], passes: str) -> Prediction:
+    """Predict the costs of all passes together.
+
+    Args:
+        predict_pass: Predicts one pass, given ``is_backward``.
+        passes: ``"forward"``, ``"backward"`` or ``"both"``.
+    """
+    costs = [predict_pass(is_backward=is_backward) for is_backward in PASSES[passes]]
+    seconds, received, peaks, (degree, *_), (kind, *_) = zip(*costs, strict=True)
+    return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+
+
 def predict_plan(
     workload: Workload,
     num_devices: int,
@@ -87,7 +99,6 @@ def predict_plan(
     """
     num_tasks = num_devices // head_parallel
     kind = fit_kind(kind, num_tasks)
-    is_final = kind.is_final
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
         num_devices,
@@ -101,9 +112,9 @@ def predict_plan(
     needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
-        of_tasks = [(*there, math.ceil(back), of_keys) for *there, back, of_keys, _, _ in needs]
-        of_devices = ([head_parallel * number for number in each] for each in of_tasks)
-        needs = tuple(GroupNeeds(*[*each, float(not is_final), 1.0]) for each in of_devices)
+        by_task = [(*there, math.ceil(back), returned) for *there, back, returned, _, _ in needs]
+        by_device = ([head_parallel * number for number in counts] for counts in by_task)
+        needs = tuple(GroupNeeds(*[*counts, float(not kind.is_final), 1.0]) for counts in by_device)
 
     queries, keys = workload.shard_rows(num_devices)
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
@@ -117,27 +128,27 @@ def predict_plan(
         with_keys = Flow(received, (needed.key_results - 1) * keys, own_keys)
         return DeviceRows(
             *([Round((there, with_keys))], (queries, keys), groups, _MOST_TURNS),
-            results=there if is_final and is_backward else away,
-            separate=(0, 0) if is_final else (queries, needed.home * queries),
-            is_final=is_final,
+            results=there if kind.is_final and is_backward else away,
+            separate=(0, 0) if kind.is_final else (queries, needed.home * queries),
+            is_final=kind.is_final,
         )
 
     chunk = workload.part(head_parallel, chunks)
-    devices = [HeldBytes(chunk, rows_of(each), chunks, is_backward=is_backward) for each in needs]
+    devices = [HeldBytes(chunk, rows_of(need), chunks, is_backward=is_backward) for need in needs]
     # The first results are sent after the tokens of so many head chunks.
-    pairs = [(each.exchanges[0], each.exchanges[min(_MOST_TURNS, chunks)]) for each in devices]
+    pairs = [(held.exchanges[0], held.exchanges[min(_MOST_TURNS, chunks)]) for held in devices]
     there, back = zip(*pairs, strict=True)
-    received = max((each for _, each in there), key=sum)
-    inputs, outputs = (max((max(each, key=sum) for each in way), key=sum) for way in (there, back))
+    received = max((packets for _, packets in there), key=sum)
+    inputs, outputs = (max((max(side, key=sum) for side in way), key=sum) for way in (there, back))
     send, send_back = (
         machine.exchange(*(sum(map(mul, shares, sides)) for shares in near))
         for sides in (inputs, outputs)
     )
-    calls = max(each.queries + (0 if is_backward else each.home) for each in needs) / head_parallel
+    calls = max(need.queries + (0 if is_backward else need.home) for need in needs) / head_parallel
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
     before, after = 0.0, 0.0  # computation that overlaps the first sends, and the last results
-    if not is_backward and not is_final:
+    if not is_backward and not kind.is_final:
         before = compute * num_tasks / num_devices**2 / chunks
         after = (chunks - 1) * before
     elif not is_backward:
@@ -174,15 +185,15 @@ def predict_ring(
     """
     num_steps = num_devices // head_parallel
     queries, keys, answer = (
-        head_parallel * each for each in workload.shard_bytes(num_devices, head_parallel)
+        head_parallel * num_bytes for num_bytes in workload.shard_bytes(num_devices, head_parallel)
     )
     sums = keys * _SUM_ITEMSIZE / workload.shape.itemsize
-    of_sums = queries * _SUM_ITEMSIZE / workload.shape.itemsize
+    query_sums = queries * _SUM_ITEMSIZE / workload.shape.itemsize
 
     near = min(head_parallel, machine.devices_per_node)
     swaps = [(queries + keys) / head_parallel, queries / head_parallel]
     seconds = sum(
-        machine.exchange((near - 1) * each, (head_parallel - near) * each) for each in swaps
+        machine.exchange((near - 1) * swap, (head_parallel - near) * swap) for swap in swaps
     )
 
     def hop(num_bytes: float) -> float:
@@ -199,19 +210,19 @@ def predict_ring(
     # Zig-zag: a step has half of the rows, or half of the keys.
     calls = 1 + (num_steps - 1) * (0.5 if workload.is_causal else 1)
     step = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
-    seconds += sum(n * max(step, hop(each)) for each, n in hops)
+    seconds += sum(n * max(step, hop(num_bytes)) for num_bytes, n in hops)
     seconds += hop(home)
 
-    ring = 2 * keys + queries + of_sums if num_steps > 1 else queries
+    ring = 2 * keys + queries + query_sums if num_steps > 1 else queries
     packed = queries + keys if head_parallel > 1 else 0
     if is_backward:
-        ring = 2 * keys + 3 * sums + 2 * of_sums if num_steps > 1 else queries + keys
+        ring = 2 * keys + 3 * sums + 2 * query_sums if num_steps > 1 else queries + keys
         peak = answer + packed + max(ring, queries + keys) + 2 * packed + queries + keys
     elif head_parallel > 1:
         peak = 2 * packed + max(ring, 3 * queries) + answer
     else:
         peak = ring + (answer - queries)
-    moved = (head_parallel - 1) * sum(swaps) + sum(n * each for each, n in hops) + home
+    moved = (head_parallel - 1) * sum(swaps) + sum(n * num_bytes for num_bytes, n in hops) + home
     return Prediction(seconds, moved, peak, head_parallel)
 
 
@@ -307,25 +318,22 @@ def predict(
     per_node = machine.devices_per_node
     if plan is None:
         plan = "any" if per_node < num_devices else "quorums"
-    found = []
+    predictions = []
     degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
         if not supports(degree, num_devices):
             continue
-        choices, arguments = [predict_pass], (workload, num_devices, machine, degree)
+        choices = [partial(predict_pass, workload, num_devices, machine, degree)]
         if method == "cqs":
             kinds = list_kinds(plan, num_devices // degree, per_node / degree)
-            choices = [partial(predict_pass, kind=kind) for kind in kinds]
-        for choice in choices:
-            each = [choice(*arguments, is_backward=is_backward) for is_backward in PASSES[passes]]
-            seconds, received, peaks, _, (kind, *_) = zip(*each, strict=True)
-            found.append(Prediction(sum(seconds), sum(received), max(peaks), degree, kind))
-    if not found:
+            choices = [partial(choices[0], kind=kind) for kind in kinds]
+        predictions += [predict_passes(choice, passes) for choice in choices]
+    if not predictions:
         return None
-    fastest = min(found, key=lambda one: one.seconds)
+    fastest = min(predictions, key=lambda one: one.seconds)
     if not slack:
         return fastest
-    nearly = [one for one in found if one.seconds <= (1 + slack) * fastest.seconds]
+    nearly = [one for one in predictions if one.seconds <= (1 + slack) * fastest.seconds]
     if (method, passes) == ("cqs", "forward") and workload._keys <= _FEW_KEYS:
         return min(nearly, key=lambda one: (one.head_parallel, one.seconds))
     return min(nearly, key=lambda one: one.peak_bytes)
@@ -343,8 +351,8 @@ def near_shares(
     near = [per_node, per_node]
     if head_parallel <= per_node:
         near = [n * head_parallel for n in kind.near(num_tasks, per_node // head_parallel)]
-    of_queries, of_keys = (
+    near_queries, near_keys = (
         min((number - 1) / (head_parallel * groups - 1), 1.0) if head_parallel * groups > 1 else 0.0
         for number, groups in zip(near, kind.num_groups, strict=True)
     )
-    return (of_queries, of_keys), (1 - of_queries, 1 - of_keys)
+    return (near_queries, near_keys), (1 - near_queries, 1 - near_keys)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
-from cqs.scheduler.cost_model import Prediction
+from cqs.scheduler.cost_model import Prediction, predict_passes
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.machines import Machine
@@ -58,15 +58,12 @@ def predict_documents(
         degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
 
     def predict(degree: int, tolerance: float) -> Prediction:
-        held, key_held = (join_shards(each, degree) for each in (shards, key_shards))
+        held, key_held = (join_shards(lengths, degree) for lengths in (shards, key_shards))
         placement = place_documents(documents, held, key_held, tile, tolerance)
-        found = [
-            _predict_pass(workload, placement, machine, degree, is_backward=is_backward)
-            for is_backward in PASSES[passes]
-        ]
-        seconds, received, peaks = zip(*found, strict=True)
         kind = Documents(held, key_held, tolerance)
-        return Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+        return predict_passes(
+            partial(_predict_pass, workload, placement, machine, degree, kind), passes
+        )
 
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
@@ -76,14 +73,14 @@ def predict_documents(
         least = balanced + _least_exchange(workload, len(shards), machine, passes, degree)
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
             continue
-        of_tolerance = partial(predict, degree)
-        found = of_tolerance(Documents().tolerance)
-        if found.seconds > _MOST_BALANCING * least:
-            unmoved = of_tolerance(math.inf)
-            if found.seconds > _MOST_BALANCING * unmoved.seconds:
-                found = min(*map(of_tolerance, _TOLERANCES), unmoved, key=lambda one: one.seconds)
-        if chosen is None or chosen.seconds > _MOST_TRAFFIC * found.seconds:
-            chosen = found
+        predict_with = partial(predict, degree)
+        best = predict_with(Documents().tolerance)
+        if best.seconds > _MOST_BALANCING * least:
+            unmoved = predict_with(math.inf)
+            if best.seconds > _MOST_BALANCING * unmoved.seconds:
+                best = min(*map(predict_with, _TOLERANCES), unmoved, key=lambda one: one.seconds)
+        if chosen is None or chosen.seconds > _MOST_TRAFFIC * best.seconds:
+            chosen = best
     assert chosen is not None, "there is a degree of 1"
     return chosen
 
@@ -106,8 +103,8 @@ def _least_exchange(
             num_devices, degree, is_backward=is_backward, kind=Documents(), machine=machine
         )
         for number in (queries + keys, queries):
-            each = number / chunks
-            seconds += machine.exchange((near - 1) * each, (degree - near) * each)
+            num_bytes = number / chunks
+            seconds += machine.exchange((near - 1) * num_bytes, (degree - near) * num_bytes)
     return seconds
 
 
@@ -116,23 +113,24 @@ def _predict_pass(
     placement: Placement,
     machine: Machine,
     degree: int,
+    kind: Documents,
     *,
     is_backward: bool,
-) -> tuple[float, float, float]:
-    """Return seconds, bytes received and peak memory of the devices that have the most.
+) -> Prediction:
+    """Predict the costs of the devices that have the most of each.
 
     Args:
         workload: The attention problem.
         placement: The tasks, each of ``degree`` devices.
         machine: Throughput and links of the devices.
         degree: Head-parallel degree.
+        kind: Kind of the plan.
         is_backward: Whether to predict the backward pass instead of the forward pass.
     """
     shape, loads = workload.part(degree), placement.live_pairs
     num_tasks = len(loads)
-    kind, num_devices = Documents(), degree * num_tasks
     chunks = workload.num_chunks(
-        num_devices, degree, is_backward=is_backward, kind=kind, machine=machine
+        degree * num_tasks, degree, is_backward=is_backward, kind=kind, machine=machine
     )
     row, key = shape.query_bytes(1), shape.key_bytes(1)
     rows, keys = placement.moved
@@ -154,14 +152,13 @@ def _predict_pass(
     def exchange(moved: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the seconds of every task's exchange of bytes ``[holders, tasks]``."""
         inside, outside = (
-            np.maximum(each.sum(axis=0), each.sum(axis=1)) / chunks
-            for each in (moved * near, moved * far)
+            np.maximum(moved_bytes.sum(axis=0), moved_bytes.sum(axis=1)) / chunks
+            for moved_bytes in (moved * near, moved * far)
         )
-        seconds = np.maximum(inside / machine.bandwidth, outside / machine.between)
-        return np.where(seconds > 0, machine.latency + seconds, 0.0)
+        return np.array(list(map(machine.exchange, inside.tolist(), outside.tolist())))
 
-    of_rows, of_keys = rows * row, keys * key
-    inputs, outputs = of_rows + of_keys, of_rows
+    row_bytes, moved_keys = rows * row, keys * key
+    inputs, outputs = row_bytes + moved_keys, row_bytes
     if is_backward:
         inputs, outputs = outputs, inputs
     send, send_back = exchange(inputs), exchange(outputs)
@@ -169,4 +166,5 @@ def _predict_pass(
     held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
     moves = near + far
     received = (inputs * moves).sum(axis=0) + (outputs * moves).sum(axis=1)
-    return float(seconds.max()), float(received.max()), float(held.max())
+    most = [float(costs.max()) for costs in (seconds, received, held)]
+    return Prediction(most[0], most[1], most[2], degree, kind)

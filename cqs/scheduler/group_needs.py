@@ -52,7 +52,7 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
     for index, rows in read.items():
         there = [sum(counts) - counts[index] for counts in rows]
         back = [sum(read[i][side][index] for i in read if i != index) for side in (0, 1)]
-        mixed = (merged * each for each in _mixed(plan.task(index), index * _SIZE))
+        mixed = (merged * fraction for fraction in _mixed(plan.task(index), index * _SIZE))
         both = (1 + number / _SIZE for number in (*there, *(back if step == 1 else there)))
         needs.add(GroupNeeds(*both, *mixed))
     return tuple(sorted(needs))

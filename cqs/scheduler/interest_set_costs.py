@@ -1,13 +1,13 @@
 """Costs of the interest sets of one number of tasks, for one problem."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from cqs.arguments import as_integer
 from cqs.scheduler.cost import AttentionShape
 from cqs.scheduler.interest_sets import load_interest_sets
 from cqs.scheduler.kinds import Quorums
-from cqs.scheduler.plan import make_plan
+from cqs.scheduler.plan import Plan
 
 _MAX_COMPARED = 1024
 """Most tasks of plans that are compared: 4 s, and four times as many for twice the tasks."""
@@ -29,13 +29,7 @@ class InterestSetCosts(NamedTuple):
 
 
 def compare_interest_sets(
-    seqlen_q: int,
-    seqlen_kv: int | None = None,
-    *,
-    num_tasks: int,
-    is_causal: bool = False,
-    pattern: Any = None,
-    shape: AttentionShape | None = None,
+    plan: Plan, shape: AttentionShape | None = None
 ) -> list[InterestSetCosts]:
     """Return the costs of all stored interest sets, in the order in which they are stored.
 
@@ -43,79 +37,56 @@ def compare_interest_sets(
     divides the lengths.
 
     Args:
-        seqlen_q: Number of queries.
-        seqlen_kv: Number of keys; ``None`` means the number of queries.
-        num_tasks: Number of tasks, from 1 to 1,024, all of which are made for every set.
-        is_causal: Whether attention is causal.
-        pattern: Sparse pattern, see :func:`cqs.make_plan`.
+        plan: A plan of any kind for the problem, of at most 1,024 tasks; all tasks are made for
+            every set.
         shape: Heads, head dimensions, batch and element size of the tensors; ``None`` means one
             head of 64 in half precision.
 
     Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is out of range.
+        ValueError: The plan has more tasks.
 
     Example:
-        >>> [costs.longest for costs in compare_interest_sets(10, num_tasks=4)]
+        >>> from cqs.scheduler import make_plan
+        >>> [costs.longest for costs in compare_interest_sets(make_plan(10, num_tasks=4))]
         [8, 8]
     """
-    num_tasks = as_integer("num_tasks", num_tasks, 1, _MAX_COMPARED)
+    num_tasks = as_integer("num_tasks", plan.num_tasks, 1, _MAX_COMPARED)
     shape = AttentionShape(1, 64) if shape is None else shape
-    plan_of = partial(
-        make_plan, seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal, pattern=pattern
-    )
-    found = []
+    compared = []
     for interest_set in load_interest_sets(num_tasks):
-        plan = plan_of(kind=Quorums(interest_set))
-        costs = [plan.predict_cost(index, shape) for index in range(num_tasks)]
-        held = [task.held_tokens for task in plan.tasks]
+        candidate = replace(plan, kind=Quorums(interest_set))
+        costs = [candidate.predict_cost(index, shape) for index in range(num_tasks)]
+        held = [task.held_tokens for task in candidate.tasks]
         traffic = sum(cost.bytes_in + cost.bytes_out for cost in costs) / num_tasks
         peak = max(cost.peak_bytes for cost in costs)
-        found.append(
+        compared.append(
             InterestSetCosts(interest_set, max(held), sum(held) / num_tasks, traffic, peak)
         )
-    return found
+    return compared
 
 
 def choose_interest_set(
-    seqlen_q: int,
-    seqlen_kv: int | None = None,
-    *,
-    by: str,
-    num_tasks: int,
-    is_causal: bool = False,
-    pattern: Any = None,
-    shape: AttentionShape | None = None,
+    plan: Plan, shape: AttentionShape | None = None, *, by: str
 ) -> tuple[int, ...]:
     """Return the stored interest set with the least traffic or memory for a problem.
 
     Args:
-        seqlen_q: Number of queries.
-        seqlen_kv: Number of keys; ``None`` means the number of queries.
+        plan: See :func:`compare_interest_sets`.
+        shape: See :func:`compare_interest_sets`.
         by: ``"traffic"`` for the fewest bytes on average, ``"memory"`` for the lowest peak of any
             task. The other one decides between equals, then the order of the stored sets.
-        num_tasks: Number of tasks, from 1 to 1,024.
-        is_causal: Whether attention is causal.
-        pattern: Sparse pattern, see :func:`cqs.make_plan`.
-        shape: See :func:`compare_interest_sets`.
 
     Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is out of range, or ``by`` is another text.
+        ValueError: The plan has more than 1,024 tasks, or ``by`` is another text.
 
     Example:
-        >>> choose_interest_set(4096, num_tasks=7, is_causal=True, by="traffic")
+        >>> from cqs.scheduler import make_plan
+        >>> choose_interest_set(make_plan(4096, num_tasks=7, is_causal=True), by="traffic")
         (0, 1, 5)
     """
     if by not in ("traffic", "memory"):
         raise ValueError(f"by must be 'traffic' or 'memory', got {by!r}")
     other = "memory" if by == "traffic" else "traffic"
-    found = compare_interest_sets(
-        seqlen_q,
-        seqlen_kv,
-        num_tasks=num_tasks,
-        is_causal=is_causal,
-        pattern=pattern,
-        shape=shape,
-    )
-    return min(found, key=lambda each: (getattr(each, by), getattr(each, other))).interest_set
+    compared = compare_interest_sets(plan, shape)
+    chosen = min(compared, key=lambda costs: (getattr(costs, by), getattr(costs, other)))
+    return chosen.interest_set

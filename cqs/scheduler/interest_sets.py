@@ -4,9 +4,10 @@ A set covers Z_W if every integer modulo W is a difference of two of its element
 m elements every task reads m / W of the tokens, so smaller covers reduce traffic and memory.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 
 from cqs.arguments import as_integer, as_text, to_integer
@@ -74,8 +75,8 @@ def list_elements(interest_set: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(interest_set, Iterable) or getattr(interest_set, "shape", None) == ():
         raise TypeError(f"interest_set must be a collection of integers, got {interest_set!r}")
     elements = tuple(
-        to_integer(each, "interest_set must hold integers")
-        for each in islice(interest_set, _MAX_SIZE + 1)
+        to_integer(element, "interest_set must hold integers")
+        for element in islice(interest_set, _MAX_SIZE + 1)
     )
     if len(elements) > _MAX_SIZE:
         raise ValueError(f"interest_set must have at most {_MAX_SIZE} elements, got more")
@@ -137,16 +138,16 @@ def read_interest_sets(path: Path, num_tasks: int) -> list[tuple[int, ...]]:
     Raises:
         ValueError: A line is no difference cover, or there is none; the message gives its number.
     """
-    found = []
+    interest_sets = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if words := line.replace(",", " ").split():
             try:
-                found.append(check_interest_set(map(int, words), num_tasks))
+                interest_sets.append(check_interest_set(map(int, words), num_tasks))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    if not found:
+    if not interest_sets:
         raise ValueError(f"{path} has no interest set")
-    return found
+    return interest_sets
 
 
 def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
@@ -175,21 +176,15 @@ def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
 def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:
     """Remove redundant elements of a difference cover, largest first, and keep the smallest."""
     kept = sorted({element % modulus for element in cover})
-    counts = [0] * modulus  # counts[d]: ordered pairs of elements whose difference is d
-    for a in kept:
-        for b in kept:
-            counts[(a - b) % modulus] += 1
+    # The number of ordered pairs of elements with each difference.
+    counts = Counter((a - b) % modulus for a in kept for b in kept)
     for element in reversed(kept[1:]):
         fewer = [other for other in kept if other != element]
-        lost = [(element - other) % modulus for other in fewer]
-        lost += [-difference % modulus for difference in lost]
-        for difference in lost:
-            counts[difference] -= 1
-        if all(counts[difference] for difference in lost):
+        lost = Counter((element - other) % modulus for other in fewer)
+        lost.update((other - element) % modulus for other in fewer)
+        if all(counts[difference] > number for difference, number in lost.items()):
             kept = fewer
-        else:
-            for difference in lost:
-                counts[difference] += 1
+            counts.subtract(lost)
     return tuple(kept)
 
 
@@ -204,9 +199,7 @@ def ruler_cover(modulus: int) -> tuple[int, ...]:
         >>> ruler_cover(12)
         (0, 1, 4, 6)
     """
-    r = 0
-    while 24 * r * r + 36 * r + 13 < modulus:
-        r += 1
+    r = next(r for r in count() if 24 * r * r + 36 * r + 13 >= modulus)
     gaps = (
         [1] * r
         + [r + 1]

@@ -42,10 +42,10 @@ class Ranges(NamedTuple):
     stop: Integers
     """Last token + 1."""
 
-    def of_task(self, index: int) -> "Ranges":
+    def task_ranges(self, index: int) -> "Ranges":
         """Return the ranges of one task."""
         first, end = np.searchsorted(self.task, (index, index + 1))
-        return Ranges(*(each[first:end] for each in self))
+        return Ranges(*(array[first:end] for array in self))
 
     def listed(self) -> list[range]:
         """Return the token ranges of all tasks."""
@@ -278,10 +278,10 @@ def _snap(documents: BoundDocuments, rows: Integers, slack: float, tile: int) ->
     first, last = documents.starts[document], documents.stops[document]
     aligned = np.minimum(first + (rows - first + tile // 2) // tile * tile, last)
     border = np.where(rows - first < last - rows, first, last)
-    before, found = documents.live_before(rows), rows
+    before, snapped = documents.live_before(rows), rows
     for moved in (aligned, border):
-        found = np.where(np.abs(documents.live_before(moved) - before) <= slack, moved, found)
-    return found
+        snapped = np.where(np.abs(documents.live_before(moved) - before) <= slack, moved, snapped)
+    return snapped
 
 
 def unite(ranges: Ranges) -> Ranges:

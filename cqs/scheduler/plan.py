@@ -313,14 +313,13 @@ class Plan:
             written = json.loads(text)
             if written["version"] not in _JSON_VERSIONS:
                 raise ValueError(f"version must be 2 or 3, got {written['version']!r}: plan again")
-            of_plan, given = written.get("pattern"), None if pattern is None else repr(pattern)
-            if of_plan != given:
+            recorded, given = written.get("pattern"), None if pattern is None else repr(pattern)
+            if recorded != given:
                 raise ValueError(
-                    f"the pattern of the plan is {of_plan}, got {given}: pass the same"
+                    f"the pattern of the plan is {recorded}, got {given}: pass the same"
                 )
-            lists = (
-                [written.pop(name, None) for name in _JSON_LISTS] if "tasks" in written else None
-            )
+            is_listed = "tasks" in written
+            lists = [written.pop(name, None) for name in _JSON_LISTS if is_listed]
             plan = make_plan(
                 **{name: written[name] for name in _JSON_NUMBERS},
                 kind=read_kind(written),

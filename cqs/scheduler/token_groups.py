@@ -12,23 +12,15 @@ from cqs.ranges import overlap
 from cqs.scheduler.task import Step, join_ranges
 
 
-class Area(NamedTuple):
-    """Query rows and key ranges; some of their pairs may be masked out."""
-
-    queries: range
-    keys: tuple[range, ...]
-    """Ranges of whole key groups."""
-
-
 class Strip(NamedTuple):
-    """Query rows of one group and one key group: the unit of plans with a pattern."""
+    """Query rows of one group with the keys that a task pairs them with: what balancing moves."""
 
     query_group: int
     """Token group of the queries."""
     queries: range
     """The query rows."""
-    key_group: int
-    """Index among the key groups of the plan."""
+    keys: tuple[range, ...]
+    """Ranges of whole key groups; in quorum plans with a pattern one group."""
     live_pairs: int
     """Number of live pairs of the strip."""
 
@@ -85,24 +77,23 @@ class TokenGroups:
 
     def count_area(self, queries: range, keys: Iterable[range]) -> int:
         """Return the number of live pairs of a range of queries and several ranges of keys."""
-        return sum(self.count(queries, each) for each in keys)
+        return sum(self.count(queries, key_range) for key_range in keys)
 
     def unit(self, queries: range) -> int:
         """Return the number of rows at whose multiples a range of queries is cut."""
         return self.tile if len(queries) >= 2 * self.tile else 1
 
-    def steps(self, areas: Iterable[Area]) -> list[Step]:
-        """Return the steps that compute the live pairs of areas, ordered by row.
-
-        Args:
-            areas: Areas without a common row.
-        """
+    def steps(self, strips: Iterable[Strip]) -> list[Step]:
+        """Return the steps that compute the live pairs of strips without a common row, ordered."""
         return [
             step
-            for queries, keys in sorted(areas, key=lambda area: area.queries.start)
-            for group, rows in self.cut(queries)
+            for group, rows, keys, _ in sorted(strips, key=lambda strip: strip.queries.start)
             for step in self.steps_of_group(group, rows, keys)
         ]
+
+    def strip(self, group: int, queries: range, keys: tuple[range, ...]) -> Strip:
+        """Return the strip of queries of one group and some keys."""
+        return Strip(group, queries, keys, self.count_area(queries, keys))
 
     def cut(self, queries: range) -> Iterator[tuple[int, range]]:
         """Cut a range of queries at the ends of groups; yield the group and queries of each part.
@@ -122,14 +113,14 @@ class TokenGroups:
         """
         if self.pattern is not None:
             columns = [_overlapping(self.keys, run) for run in join_ranges(keys)]
-            found = [self.live_strips([(group, queries)], each) for each in columns if each]
-            return self.join(chain(*found)) if queries else []
+            strips = [self.live_strips([(group, queries)], part) for part in columns if part]
+            return self.join(chain(*strips)) if queries else []
         square = None
         if self.is_causal:
             first = queries.start + self.seqlen_kv - self.seqlen_q
-            if any(each.start <= first < each.stop for each in keys):
+            if any(key_range.start <= first < key_range.stop for key_range in keys):
                 square = range(first, first + len(queries))
-            keys = [range(each.start, min(each.stop, first)) for each in keys]
+            keys = [range(key_range.start, min(key_range.stop, first)) for key_range in keys]
         return [Step.of(group, queries, keys, square)] if queries and (square or any(keys)) else []
 
     def live_strips(
@@ -155,7 +146,7 @@ class TokenGroups:
             if not live_pairs:
                 continue
             if len(rows) == len(columns) == 1:
-                yield Strip(rows[0][0], queries, columns[0], live_pairs)
+                yield Strip(rows[0][0], queries, (keys,), live_pairs)
                 continue
             if len(rows) >= len(columns):
                 half = len(rows) // 2
@@ -165,27 +156,27 @@ class TokenGroups:
                 first, second = (rows, columns[:half]), (rows, columns[half:])
             part = tokens(*first)
             is_full = live_pairs == len(queries) * len(keys)
-            of_first = len(part[0]) * len(part[1]) if is_full else self.count(*part)
-            left.append((*second, live_pairs - of_first))
-            left.append((*first, of_first))
+            first_pairs = len(part[0]) * len(part[1]) if is_full else self.count(*part)
+            left.append((*second, live_pairs - first_pairs))
+            left.append((*first, first_pairs))
 
-    def cut_rows(self, queries: range, keys: Iterable[range], most: int, unit: int) -> int:
-        """Return the end of the first rows that have at most ``most`` live pairs.
+    def cut_strip(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
+        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile.
 
-        Args:
-            queries: The rows, which have more live pairs.
-            keys: Ranges of keys.
-            most: Largest number of live pairs.
-            unit: Number of rows at whose multiples to cut.
+        Returns:
+            The first part and the rest; ``None`` for an empty part.
         """
-        width = 0  # of the keys that every row sees: only the others are counted again
+        if strip.live_pairs <= most:
+            return strip, None
+        group, queries, keys, live_pairs = strip
+        unit, width = self.unit(self.queries[group]), 0  # of keys that every row sees, counted once
         others = []
-        for each in keys:
-            live_pairs = self.count(queries, each)
-            if live_pairs == len(queries) * len(each):
-                width += len(each)
-            elif live_pairs:
-                others.append(each)
+        for key_range in keys:
+            number = self.count(queries, key_range)
+            if number == len(queries) * len(key_range):
+                width += len(key_range)
+            elif number:
+                others.append(key_range)
 
         def count(cut: int) -> int:
             rows = range(queries.start, cut)
@@ -193,7 +184,13 @@ class TokenGroups:
 
         cuts = range(queries.start + unit, queries.stop, unit)
         number = bisect_right(cuts, most, key=count)
-        return cuts[number - 1] if number else queries.start
+        middle = cuts[number - 1] if number else queries.start
+        if not (first := count(middle)):
+            return None, strip
+        return (
+            Strip(group, range(queries.start, middle), keys, first),
+            Strip(group, range(middle, queries.stop), keys, live_pairs - first),
+        )
 
     def join(self, strips: Iterable[Strip]) -> list[Step]:
         """Join the strips of one task into steps of several key groups without a common row.
@@ -212,26 +209,25 @@ class TokenGroups:
         for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
             owned = list(group)
             edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
-            joined: list[tuple[range, list[int], int]] = []
+            joined: list[tuple[range, list[range], int]] = []
             for queries in starmap(range, pairwise(sorted(edges))):
                 live = {
-                    strip.key_group: live_pairs
+                    strip.keys[0]: live_pairs
                     for strip in owned
                     if queries.start in strip.queries
                     if (
                         live_pairs := strip.live_pairs
                         if queries == strip.queries
-                        else self.count(queries, self.keys[strip.key_group])
+                        else self.count(queries, strip.keys[0])
                     )
                 }
-                columns, live_pairs = sorted(live), sum(live.values())
-                if joined and joined[-1][1] == columns and joined[-1][0].stop == queries.start:
-                    above, _, of_above = joined.pop()
-                    queries, live_pairs = range(above.start, queries.stop), of_above + live_pairs
-                if columns:
-                    joined.append((queries, columns, live_pairs))
-            for queries, columns, live_pairs in joined:
-                keys = [self.keys[i] for i in columns]
+                keys, live_pairs = sorted(live, key=attrgetter("start")), sum(live.values())
+                if joined and joined[-1][1] == keys and joined[-1][0].stop == queries.start:
+                    above, _, pairs_above = joined.pop()
+                    queries, live_pairs = range(above.start, queries.stop), pairs_above + live_pairs
+                if keys:
+                    joined.append((queries, keys, live_pairs))
+            for queries, keys, live_pairs in joined:
                 rows = self._seeing(queries, keys)
                 steps.append(Step(query_group, rows, join_ranges(keys), None, live_pairs))
         return steps
@@ -245,7 +241,7 @@ class TokenGroups:
         """Return the rows from the first to the last that has a live pair; there is one."""
 
         def is_live(start: int, stop: int) -> bool:
-            return any(self.count(range(start, stop), each) for each in keys)
+            return any(self.count(range(start, stop), key_range) for key_range in keys)
 
         start, stop = queries.start, queries.stop
         if not is_live(start, start + 1):

@@ -64,7 +64,7 @@ class Workload:
             machine: Throughput of the device.
             passes: ``"forward"``, ``"backward"`` or ``"both"``.
         """
-        return sum(self.seconds(machine, is_backward=each) for each in PASSES[passes])
+        return sum(self.seconds(machine, is_backward=is_backward) for is_backward in PASSES[passes])
 
     def shard_bytes(self, num_devices: int, head_parallel: int = 1) -> tuple[int, int, int]:
         """Return the bytes of a shard's queries, of its keys and values, and of its results.

@@ -113,7 +113,7 @@ def outcomes_of_steps(group, kind):
     rank, outcomes, made = dist.get_rank(group), {}, dist.new_group()
     call = {
         "a mask": lambda size: masks.gather_mask(made, causal(), size, 0, is_padded=True),
-        "gradients": lambda size: gradients._of_any(size[0], made),
+        "gradients": lambda size: gradients._any_rank(size[0], made),
     }[kind]
     agree, is_second = agreement.agree, threading.Event()
 

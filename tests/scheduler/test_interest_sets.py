@@ -147,11 +147,11 @@ def test_no_published_cover_is_smaller():
 def test_the_chosen_set_has_the_least_of_all(is_causal):
     shape = AttentionShape(4, 32, num_kv_heads=2)
     for num_tasks, seqlen in ((4, 97), (9, 1000), (14, 97)):
-        problem = {"num_tasks": num_tasks, "is_causal": is_causal, "shape": shape}
-        costs = compare_interest_sets(seqlen, **problem)
+        problem = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal), shape
+        costs = compare_interest_sets(*problem)
         assert [each.interest_set for each in costs] == [*load_interest_sets(num_tasks)]
         for by in ("traffic", "memory"):
-            chosen = choose_interest_set(seqlen, **problem, by=by)
+            chosen = choose_interest_set(*problem, by=by)
             (of_chosen,) = (each for each in costs if each.interest_set == chosen)
             assert getattr(of_chosen, by) == min(getattr(each, by) for each in costs)
         for each in costs:
@@ -159,7 +159,7 @@ def test_the_chosen_set_has_the_least_of_all(is_causal):
             plan = make_plan(seqlen, num_tasks=num_tasks, is_causal=is_causal, kind=kind)
             assert each.longest == max(task.held_tokens for task in plan.tasks)
     with pytest.raises(ValueError, match="by must be 'traffic' or 'memory', got 'time'"):
-        choose_interest_set(7, num_tasks=7, by="time")
+        choose_interest_set(make_plan(7, num_tasks=7), by="time")
 
 
 def test_the_sets_of_projective_planes_are_stored_as_they_are_constructed():

@@ -182,8 +182,8 @@ def _make_known(
         return None
     compute = None
     if num_ranks == 1 and strategy in (None, Strategy()) and not (values["verify"] or is_captured):
-        call = (values[name] for name in ("is_causal", "scale", "pattern"))
-        compute = make_call(*tensors, *call, True, values["backend"])
+        is_causal, scale, pattern = values["is_causal"], values["scale"], values["pattern"]
+        compute = make_call(*tensors, is_causal, scale, pattern, True, values["backend"])
     return values, compute
 
 

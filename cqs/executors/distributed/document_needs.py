@@ -50,7 +50,7 @@ class DocumentNeeds:
 
     def steps(self, ranges: Ranges, rank: int) -> tuple[Step, ...]:
         """Return the steps of one rank; their query group is the rank."""
-        _, starts, stops = ranges.of_task(rank)
+        _, starts, stops = ranges.task_ranges(rank)
         key_ends = self._documents.keys_of(starts, stops)
         pairs = self._documents.live_before(stops) - self._documents.live_before(starts)
         columns = (column.tolist() for column in (starts, stops, *key_ends, pairs))

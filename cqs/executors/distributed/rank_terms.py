@@ -12,7 +12,7 @@ from cqs.executors.distributed.agreement import control_group, swap
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.split_steps import keys_of
 from cqs.problem.bias_blocks import Piece, hold, pieces_of, places, unpack
-from cqs.problem.score_terms import ScoreTerms, of_heads
+from cqs.problem.score_terms import ScoreTerms, select_heads
 from cqs.ranges import overlap
 from cqs.scheduler.task import join_ranges
 
@@ -121,7 +121,7 @@ class RankTerms:
     def _owner_blocks(self, tensor: Any) -> list[list[Tensor]]:
         """Return the blocks that every rank requires, as views of a tensor of this rank's rows."""
         return [
-            places(self._terms, of_heads(tensor, slice(None), heads), pieces)
+            places(self._terms, select_heads(tensor, slice(None), heads), pieces)
             for heads, pieces in zip(self._heads, self._sent, strict=True)
         ]
 

@@ -8,18 +8,19 @@ the traffic and the memory are those of a ring.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple, TypeVar
 
 from cqs.scheduler import AttentionShape, Step
-from cqs.scheduler.cost_model import Prediction, near_shares
+from cqs.scheduler.cost_model import Prediction, near_shares, predict_passes
 from cqs.scheduler.group_needs import group_needs
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes
 from cqs.scheduler.kinds import Kind, list_kinds
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.rounds import KEYS, QUERIES, Round
-from cqs.scheduler.workload import PASSES, Workload
+from cqs.scheduler.workload import Workload
 
 Rows = TypeVar("Rows")
 
@@ -211,13 +212,6 @@ def predict_orders(
             counts = kind.num_groups if num_units is None else num_units(degree, kind)
             for order in list_orders(workload.part(degree), counts, most_chunks):
                 arguments = workload, num_devices, machine, degree, kind, order
-                seconds, received, peaks, *_ = zip(
-                    *(
-                        predict_order(*arguments, is_backward=is_backward)
-                        for is_backward in PASSES[passes]
-                    ),
-                    strict=True,
-                )
-                prediction = Prediction(sum(seconds), sum(received), max(peaks), degree, kind)
+                prediction = predict_passes(partial(predict_order, *arguments), passes)
                 predictions.append(OrderPrediction(prediction, order))
     return sorted(predictions, key=lambda costs: costs.prediction.seconds)

@@ -87,12 +87,12 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
         return [*grids] if plan == "grid" else [Quorums().fit(number), *grids]
 
     sizes = [n for n in range(2, num_tasks) if num_tasks % n == 0 and n <= per_host]
-    of_hosts = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
-    found: list[Kind] = [*flat(num_tasks)]
+    host_kinds = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
+    kinds: list[Kind] = [*flat(num_tasks)]
     if plan == "any":
-        found += of_hosts
-        found += [replace(each, is_balanced=False) for each in found if isinstance(each, Grid2D)]
-    return found
+        kinds += host_kinds
+        kinds += [replace(grid, is_balanced=False) for grid in kinds if isinstance(grid, Grid2D)]
+    return kinds
 
 
 def read_kind(written: dict[str, Any]) -> Kind:

@@ -76,7 +76,7 @@ class Documents:
         def steps(index: int) -> list[Step]:
             return [
                 Step(group, rows, (placement.keys_of(rows),), None, live_pairs)
-                for queries in placement.queries.of_task(index).listed()
+                for queries in placement.queries.task_ranges(index).listed()
                 for group, rows in groups.cut(queries)
                 if (live_pairs := groups.count(rows, all_keys))
             ]

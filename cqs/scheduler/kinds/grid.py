@@ -6,11 +6,9 @@ from functools import cache
 from typing import Any
 
 from cqs.arguments import as_bool, as_integer
+from cqs.scheduler.balancing import balance_rows
 from cqs.scheduler.task import Step
-from cqs.scheduler.token_groups import Area, TokenGroups
-
-_TOLERANCE = 100
-"""A task gives rows away if it exceeds the mean by more than one part in this number."""
+from cqs.scheduler.token_groups import Strip, TokenGroups
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,15 @@ class Grid2D:
         columns = self._columns(groups)
         column_of = {group: column for column in columns for group in column}
         width = self.query_groups
-        blocks = [groups.queries[i : i + width] for i in range(0, groups.number, width)]
-        rows = [range(block[0].start, block[-1].stop) for block in blocks]
 
         @cache
-        def balanced(column: tuple[int, ...]) -> list[list[Area]]:
+        def balanced(column: tuple[int, ...]) -> list[list[Strip]]:
             keys = groups.keys_of(column)
-            shares = [[Area(each, keys)] for each in rows]
-            return balance_rows(shares, groups) if self.is_balanced else shares
+            rows = [
+                groups.strip(group, queries, keys) for group, queries in enumerate(groups.queries)
+            ]
+            strips = [rows[i : i + width] for i in range(0, groups.number, width)]
+            return balance_rows(strips, groups) if self.is_balanced else strips
 
         return lambda index: groups.steps(balanced(column_of[index])[index // width])
 
@@ -111,8 +110,6 @@ class Grid2D:
         zigzag.
         """
         width, everything = self.query_groups, range(groups.seqlen_q)
-        if width == 1:
-            return [tuple(range(groups.number))]
         columns: list[list[int]] = [[] for _ in range(width)]
         loads = [0] * width
         for first in range(0, groups.number, width):
@@ -123,57 +120,3 @@ class Grid2D:
                 columns[i].append(group)
                 loads[i] += work[group - first]
         return [tuple(column) for column in columns]
-
-
-def balance_rows(shares: list[list[Area]], groups: TokenGroups) -> list[list[Area]]:
-    """Move rows between tasks until none exceeds the mean by more than 1 %.
-
-    The tasks with the most live pairs give their first rows to those with the fewest. What remains
-    above the mean is less than one row, or one tile of rows.
-
-    Args:
-        shares: The areas of every task; changed in place.
-        groups: The token groups, which count live pairs.
-
-    Returns:
-        ``shares``.
-    """
-    work = [sum(groups.count_area(*area) for area in areas) for areas in shares]
-    mean = -(-sum(work) // len(work))
-    order = sorted(range(len(work)), key=work.__getitem__)
-    low, high = 0, len(order) - 1
-    while low < high:
-        receiver, giver = order[low], order[high]
-        excess, deficit = work[giver] - mean, mean - work[receiver]
-        if excess <= mean // _TOLERANCE:
-            high -= 1
-        elif moved := _take_rows(shares[giver], min(excess, deficit), groups):
-            number = sum(groups.count_area(*area) for area in moved)
-            work[giver] -= number
-            work[receiver] += number
-            shares[receiver] += moved
-        elif excess > deficit:
-            low += 1
-        else:
-            high -= 1
-    return shares
-
-
-def _take_rows(areas: list[Area], most: int, groups: TokenGroups) -> list[Area]:
-    """Remove the first rows of areas, with at most ``most`` live pairs, and return them."""
-    if most <= 0:
-        return []
-    taken = []
-    while areas:
-        queries, keys = areas[0]
-        live_pairs = groups.count_area(queries, keys)
-        if live_pairs <= most:
-            taken.append(areas.pop(0))
-            most -= live_pairs
-            continue
-        middle = groups.cut_rows(queries, keys, most, groups.unit(queries))
-        if middle > queries.start:
-            taken.append(Area(range(queries.start, middle), keys))
-            areas[0] = Area(range(middle, queries.stop), keys)
-        break
-    return taken

@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.scheduler.kinds.grid import Grid2D, balance_rows
+from cqs.scheduler.balancing import balance_rows
+from cqs.scheduler.kinds.grid import Grid2D
 from cqs.scheduler.kinds.quorums import Quorums
 from cqs.scheduler.task import Step
-from cqs.scheduler.token_groups import Area, TokenGroups
+from cqs.scheduler.token_groups import Strip, TokenGroups
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,18 @@ class Hosts:
 
     def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
         """Return the function that lists the steps of a task, given its index."""
-        of_hosts = replace(
+        host_groups = replace(
             groups, number=groups.number // self.size, parts=groups.parts * self.size
         )
-        steps_of_host = self.outer.divide(of_hosts)
+        steps_of_host = self.outer.divide(host_groups)
 
         @cache
-        def balanced(host: int) -> list[list[Area]]:
-            shares: list[list[Area]] = [[] for _ in range(self.size)]
+        def balanced(host: int) -> list[list[Strip]]:
+            strips: list[list[Strip]] = [[] for _ in range(self.size)]
             for step in steps_of_host(host):
                 keys = step.keys if step.causal_keys is None else (*step.keys, step.causal_keys)
                 for group, rows in groups.cut(step.queries):
-                    shares[group % self.size].append(Area(rows, keys))
-            return balance_rows(shares, groups)
+                    strips[group % self.size].append(groups.strip(group, rows, keys))
+            return balance_rows(strips, groups)
 
         return lambda index: groups.steps(balanced(index // self.size)[index % self.size])

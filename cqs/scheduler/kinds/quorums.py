@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cqs.scheduler.balancing import balance_work
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
 from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
 
@@ -61,7 +61,7 @@ class Quorums:
             The two numbers, including the task's own group, as a mean over all tasks.
         """
         distances = (min(offset, num_tasks - offset) for offset in self.interest_set)
-        number = sum(max(per_host - each, 0) for each in distances) / per_host
+        number = sum(max(per_host - distance, 0) for distance in distances) / per_host
         return number, number
 
     def fit(self, num_tasks: int) -> "Quorums":
@@ -81,7 +81,7 @@ class Quorums:
         """
         if groups.pattern is None:
             return partial(self._steps, groups)
-        shares = balance_work(groups, self.interest_set)
+        shares = balance_quorums(groups, self.interest_set)
         return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
