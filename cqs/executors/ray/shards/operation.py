@@ -121,7 +121,7 @@ def attend_shards(
         tensors: Query, key and value of this rank, and rows of a bias.
     """
     query, key, value, *bias = tensors
-    if (scores := options["scores"]) is not None:
+    if (scores := options.get("scores")) is not None:
         sinks, slopes = (
             None if tensor is None else tensor.to(query.device)
             for tensor in (scores.sinks, scores.alibi_slopes)
