@@ -234,17 +234,15 @@ def check_problem(
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
-    if (scale := options.get("scale")) is None:
-        scale = query.shape[3] ** -0.5
+    scale = query.shape[3] ** -0.5 if (given := options.get("scale")) is None else given
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    dropout = _check_dropout(options)
-    problem = Problem(query, key, value, is_causal, factor, dropout, pattern)
-    if scores is None:
-        return problem
-    sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
-    return replace(problem, sinks=sinks, terms=terms)
+    sinks = terms = None
+    if scores is not None:
+        sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
+    masks = is_causal, factor, _check_dropout(options), pattern
+    return Problem(query, key, value, *masks, sinks, terms)
 
 
 def _check_dropout(options: ProblemOptions) -> Dropout | None:
@@ -252,11 +250,8 @@ def _check_dropout(options: ProblemOptions) -> Dropout | None:
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if seed is not None:
-        seed = as_integer("seed", seed, 0)
-    if not probability:
-        return None
-    return Dropout(probability, draw_seed() if seed is None else seed)
+    seed = None if seed is None else as_integer("seed", seed, 0)
+    return Dropout(probability, draw_seed() if seed is None else seed) if probability else None
 
 
 def draw_seed() -> int:

@@ -1,6 +1,5 @@
 """Options of the scores of attention: sinks, soft cap, ALiBi, bias and score functions."""
 
-import math
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -138,8 +137,6 @@ def _check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
     number = to_float(softcap, "scores.softcap must be a number or None")
-    if not 0 < number < math.inf:
-        raise ValueError(f"scores.softcap must be positive and finite, got {softcap}")
     if not _LEAST_CAP <= number <= 1 / _LEAST_CAP:
         raise ValueError(
             f"scores.softcap must be between {_LEAST_CAP:g} and {1 / _LEAST_CAP:g}, got {softcap}"
