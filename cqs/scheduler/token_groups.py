@@ -87,7 +87,8 @@ class TokenGroups:
         """Return the steps that compute the live pairs of strips without a common row, ordered."""
         return [
             step
-            for group, rows, keys, _ in sorted(strips, key=lambda strip: strip.queries.start)
+            for _, queries, keys, _ in sorted(strips, key=lambda strip: strip.queries.start)
+            for group, rows in self.cut(queries)
             for step in self.steps_of_group(group, rows, keys)
         ]
 

@@ -89,15 +89,16 @@ class Grid2D:
         """
         columns = self._columns(groups)
         column_of = {group: column for column in columns for group in column}
-        width = self.query_groups
+        width, queries = self.query_groups, groups.queries
+        blocks = {
+            first: range(queries[first].start, queries[first + width - 1].stop)
+            for first in range(0, groups.number, width)
+        }
 
         @cache
         def balanced(column: tuple[int, ...]) -> list[list[Strip]]:
             keys = groups.keys_of(column)
-            rows = [
-                groups.strip(group, queries, keys) for group, queries in enumerate(groups.queries)
-            ]
-            strips = [rows[i : i + width] for i in range(0, groups.number, width)]
+            strips = [[groups.strip(first, rows, keys)] for first, rows in blocks.items()]
             return balance_rows(strips, groups) if self.is_balanced else strips
 
         return lambda index: groups.steps(balanced(column_of[index])[index // width])
