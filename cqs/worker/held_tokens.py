@@ -34,7 +34,7 @@ class HeldTokens:
     @classmethod
     def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
         """Hold the tokens of ascending ranges, stored in one tensor one after another."""
-        held = cls(((tokens, tensor) for tokens in ranges) if len(ranges) == 1 else ())
+        held = cls([(ranges[0], tensor)] if len(ranges) == 1 else [])
         held.ranges, held._joined = tuple(ranges), tensor
         return held
 

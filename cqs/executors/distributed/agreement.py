@@ -199,11 +199,6 @@ def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[l
     return found
 
 
-def barrier(control: Any) -> None:
-    """Block until all ranks have called this; raises RuntimeError if one has failed."""
-    swap(control, [0])
-
-
 def control_group(group: Any) -> Any:
     """Return a process group of the same ranks for CPU tensors; made on the first call.
 

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
-from typing import Any
 
 from torch import Tensor
 
@@ -153,12 +151,15 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
     Returns:
         For each group its route and the indices of its tensors.
     """
-
-    def packet_key(i: int) -> Any:
-        return id(routes[i]), tensors[i].shape[3:], tensors[i].dtype
-
-    groups = [list(chosen) for _, chosen in groupby(range(len(tensors)), packet_key)]
-    return [(routes[chosen[0]], chosen) for chosen in groups]
+    groups: list[tuple[Route, list[int]]] = []
+    last = None
+    for i, (tensor, route) in enumerate(zip(tensors, routes, strict=True)):
+        kind = id(route), tensor.shape[3:], tensor.dtype
+        if kind != last:
+            groups.append((route, []))
+        groups[-1][1].append(i)
+        last = kind
+    return groups
 
 
 def by_heads(

@@ -39,7 +39,7 @@ from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
 from cqs.scheduler.machines import MACHINES, Machine
-from cqs.worker import Worker
+from cqs.worker import BACKENDS, Worker
 from cqs.worker.memory import free_bytes
 
 _MOST_SIGNATURES = 64
@@ -124,14 +124,13 @@ class PreparedCalls:
 
         def attend(part: Problem) -> Attended:
             task, terms = self._lay_out(placement, part), None
-            # Raises on all ranks or on none.
-            worker = replace(task.worker, terms=part.terms)
-            chosen = worker.choose_backend(part.query, part.key, part.value)
             shapes = [tensor.shape for tensor in (part.query, part.key, part.value)]
             if not part.query.shape[0]:  # no rank sends a row in either pass
                 empty = part.empty_answer()
                 return Attended(empty, (), lambda _, g, __: Gradients(*map(g.new_empty, shapes)))
-            observed = task.layout.plan, part.num_bytes, lambda: chosen.name
+            chosen = task.worker.chosen
+            name = "several" if chosen is None else chosen.name
+            observed = task.layout.plan, part.num_bytes, lambda: name
             if part.terms is not None:
                 layouts = placement.layouts(part, values) if part.terms.held else []
                 terms = RankTerms(group, part.terms, task.layout, layouts)
@@ -184,7 +183,8 @@ class PreparedCalls:
 
     def _lay_out(self, placement: "_Placement", part: Problem) -> RankTask:
         """Return the task of this rank for a part of the problem with a single pattern."""
-        key = part.pattern, *part.query.shape[:2], part.key.shape[1]
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        key = part.pattern, *part.query.shape[:2], part.key.shape[1], is_deterministic
         if key not in placement.tasks:
             placement.tasks[key] = placement.make_task(part, self.values)
         task = placement.tasks[key]
@@ -209,7 +209,8 @@ class _Placement:
     pattern: Pattern | None
     """Pattern of the whole sequence; ``None`` if it is dense."""
     tasks: dict[Any, RankTask] = field(default_factory=dict)
-    """The tasks of this rank, by pattern, batch and numbers of heads."""
+    """The tasks of this rank, by pattern, batch, numbers of heads and whether they are
+    deterministic."""
 
     @classmethod
     def of(
@@ -267,7 +268,15 @@ class _Placement:
         if pattern is not None:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
-        return RankTask(self.transport, self._lay_out(part, values, self.rank), worker)
+        layout = self._lay_out(part, values, self.rank)
+        complete = replace(worker, dropout=part.dropout, terms=part.terms)
+        rounds = (current.steps for current in layout.rounds)
+        groups = (), layout.own_steps, layout.home_steps, layout.away_steps, *rounds
+        tensors = part.query, part.key, part.value  # raises on all ranks or on none
+        chosen = {complete.choose_backend(*tensors, steps).name for steps in groups}
+        if len(chosen) == 1:
+            worker = replace(worker, chosen=BACKENDS[chosen.pop()])
+        return RankTask(self.transport, layout, worker)
 
     def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
         """Return the layout of a rank."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import barrier, swap
+from cqs.executors.distributed.agreement import swap
 from cqs.executors.distributed.transport import cuda_driver
 
 _LEAST_BYTES = 1 << 21
@@ -122,7 +122,7 @@ class IpcMemory:
             RuntimeError: A rank has failed; this rank's buffer is not freed.
         """
         self.disconnect()
-        barrier(control)  # memory that a peer has open must not be freed
+        swap(control, [0])  # memory that a peer has open must not be freed
         self.free()
 
     def disconnect(self) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import barrier, control_group, timeout_of
+from cqs.executors.distributed.agreement import control_group, swap, timeout_of
 from cqs.executors.distributed.transport import cuda_driver
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory
 from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
@@ -313,7 +313,7 @@ class PeerMemory(Transport):
             raise RuntimeError("the process group was destroyed; make a new one")
         check_not_captured(self._device)
         control = control_group(group)
-        barrier(control)  # raises if a rank has failed
+        swap(control, [0])  # raises if a rank has failed
         if self._memory.buffer.nbytes:
             with self._launching:
                 self._close_pass()
