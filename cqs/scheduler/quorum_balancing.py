@@ -64,6 +64,7 @@ class QuorumBalancer(Balancer):
         """
         self.num_tasks = token_groups.number
         super().__init__(token_groups, limit, goal, self.num_tasks)
+        # Empty key groups are equal, but no strip has the keys of one.
         self._key_groups = {keys: i for i, keys in enumerate(token_groups.keys)}
         self._held = [0] * self.num_tasks
         self._holding = [0] * self.num_tasks

@@ -174,6 +174,7 @@ class TokenGroups:
         def count(cut: int) -> int:
             return self.count_area(range(queries.start, cut), keys)
 
+        # The unit of the whole group, so that what remains of it is also cut at tiles.
         unit = self.unit(self.queries[group])
         cuts = range(queries.start + unit, queries.stop, unit)
         number = bisect_right(cuts, most, key=count)
