@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cqs
-from cqs.executors import known_calls, local
+from cqs.executors import known_calls, one_call
 from cqs.patterns import dilated, documents, from_mask, per_head, sliding_window, strided
 from cqs.worker.backends import BACKENDS
 
@@ -63,7 +63,7 @@ def test_known_calls_skip_the_checks(device, backend, monkeypatch, caplog):
     options = {"pattern": sliding_window(11, 3), "backend": backend}
     wanted = cqs.attention(*tensors, **options)
 
-    for module in (local, cqs.api):
+    for module in (one_call, cqs.api):
         monkeypatch.setattr(module, "check_problem", Mock(side_effect=AssertionError))
     assert torch.equal(cqs.attention(*tensors, **options), wanted)
     with pytest.raises(AssertionError):

@@ -20,6 +20,7 @@ def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[l
     balancer = Balancer(token_groups, mean + mean // TOLERANCE, mean, len(strips))
     for index, owned in enumerate(strips):
         for strip in owned:
+            # A strip without live pairs can be cut nowhere, and no step computes it.
             if strip.live_pairs:
                 balancer.add(index, strip)
     balancer.level()
@@ -27,7 +28,7 @@ def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[l
 
 
 class Balancer:
-    """The strips of each task, of which tasks above a limit give rows to others, here any rows."""
+    """The strips of each task. Tasks above a limit give rows to others, which can take any rows."""
 
     def __init__(self, token_groups: TokenGroups, limit: int, goal: int, num_tasks: int) -> None:
         """Start with no strips.
@@ -59,6 +60,7 @@ class Balancer:
                 high -= 1
                 continue
             first = min(self.strips[giver], key=lambda strip: strip.queries.start)
+            # Without a row that fits, the one with the smaller difference is left as it is.
             if not self._move_rows(giver, first, receiver, min(excess, deficit)):
                 low, high = (low + 1, high) if excess > deficit else (low, high - 1)
 

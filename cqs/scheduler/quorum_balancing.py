@@ -64,11 +64,11 @@ class QuorumBalancer(Balancer):
         """
         self.num_tasks = token_groups.number
         super().__init__(token_groups, limit, goal, self.num_tasks)
+        # Empty key groups are equal, but no strip has the keys of one.
         self._key_groups = {keys: i for i, keys in enumerate(token_groups.keys)}
         self._held = [0] * self.num_tasks
         self._holding = [0] * self.num_tasks
         """Bit mask of the tasks that hold each group."""
-        self._ranked: dict[int, list[Strip]] = {}
         self._quorum_size = len(interest_set)
         partners, shared = pair_offsets(interest_set, self.num_tasks)
         self._owner_offsets: dict[int, tuple[int, ...]] = {
@@ -229,12 +229,10 @@ class QuorumBalancer(Balancer):
 
     def _largest(self, index: int) -> list[Strip]:
         """Return a task's largest strip of every pair of groups, the largest first."""
-        if index not in self._ranked:
-            largest: dict[int, Strip] = {}
-            for strip in sorted(self.strips[index], key=lambda strip: -strip.live_pairs):
-                largest.setdefault(self._groups(strip), strip)
-            self._ranked[index] = list(largest.values())
-        return self._ranked[index]
+        largest: dict[int, Strip] = {}
+        for strip in sorted(self.strips[index], key=lambda strip: -strip.live_pairs):
+            largest.setdefault(self._groups(strip), strip)
+        return list(largest.values())
 
     def _receivers(self, strip: Strip, num_new: int, within_quorums: bool) -> int:
         """Return the bit mask of the tasks that could take a strip with ``num_new`` new groups.
@@ -266,7 +264,6 @@ class QuorumBalancer(Balancer):
         for group in _elements(self._held[index] ^ groups):
             self._holding[group] ^= 1 << index
         self._held[index] = groups
-        self._ranked.pop(index, None)
 
 
 def _elements(numbers: int) -> Iterator[int]:

@@ -170,19 +170,12 @@ class TokenGroups:
         if strip.live_pairs <= most:
             return strip, None
         group, queries, keys, live_pairs = strip
-        unit, width = self.unit(self.queries[group]), 0  # of keys that every row sees, counted once
-        others = []
-        for key_range in keys:
-            number = self.count(queries, key_range)
-            if number == len(queries) * len(key_range):
-                width += len(key_range)
-            elif number:
-                others.append(key_range)
 
         def count(cut: int) -> int:
-            rows = range(queries.start, cut)
-            return len(rows) * width + self.count_area(rows, others)
+            return self.count_area(range(queries.start, cut), keys)
 
+        # The unit of the whole group, so that what remains of it is also cut at tiles.
+        unit = self.unit(self.queries[group])
         cuts = range(queries.start + unit, queries.stop, unit)
         number = bisect_right(cuts, most, key=count)
         middle = cuts[number - 1] if number else queries.start
@@ -216,11 +209,7 @@ class TokenGroups:
                     strip.keys[0]: live_pairs
                     for strip in owned
                     if queries.start in strip.queries
-                    if (
-                        live_pairs := strip.live_pairs
-                        if queries == strip.queries
-                        else self.count(queries, strip.keys[0])
-                    )
+                    if (live_pairs := self.count(queries, strip.keys[0]))
                 }
                 keys, live_pairs = sorted(live, key=attrgetter("start")), sum(live.values())
                 if joined and joined[-1][1] == keys and joined[-1][0].stop == queries.start:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -254,7 +255,9 @@ class Worker:
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        partials = [attend_call(*self._operands(backend, call, held)) for call in _step_calls(step)]
+        partials = []
+        for call in _step_calls(step):
+            partials.append(attend_call(*self._operands(backend, call, held)))
         return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(
@@ -293,6 +296,7 @@ def _best_first(steps: Sequence[Step]) -> Iterable[str]:
     return BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS
 
 
+@lru_cache(maxsize=1024)
 def _step_calls(step: Step) -> list[_StepCall]:
     """Return the calls of a step: one for its keys, and one for its causal square."""
     calls = [(step.queries, step.keys, False)] if step.keys else []

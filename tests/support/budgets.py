@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "cqs": Budget(498, 112, 16),
     "cqs/patterns": Budget(1941, 220, 6),
-    "cqs/scheduler": Budget(2256, 200, 8),
+    "cqs/scheduler": Budget(2242, 200, 8),
     "cqs/problem": Budget(919, 334, 12),
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
