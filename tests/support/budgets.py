@@ -35,7 +35,7 @@ BUDGETS = {
     "cqs/problem": Budget(919, 334, 12),
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
-    "cqs/worker": Budget(1498, 285, 8),
+    "cqs/worker": Budget(1502, 285, 8),
     "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(937, 147, 8),
     "cqs/executors/distributed": Budget(3417, 284, 15),
@@ -47,7 +47,7 @@ BUDGETS = {
     "cqs/report": Budget(843, 126, 7),
     "cqs/commands": Budget(964, 154, 6),
     "benchmarks": Budget(6816, 767, 0),
-    "tests": Budget(19_479, 520, 0),
+    "tests": Budget(19_495, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_184, "docs/notes": 18_056}
