@@ -70,7 +70,7 @@ class Balancer:
         Returns:
             The number of live pairs moved; 0 if the first row or tile of rows has more.
         """
-        moved, rest = self._token_groups.cut_strip(strip, most)
+        moved, rest = self._cut(strip, most)
         if moved is None:
             return 0
         self.strips[giver].remove(strip)
@@ -79,3 +79,7 @@ class Balancer:
         self._live_pairs[giver] -= moved.live_pairs
         self.add(receiver, moved)
         return moved.live_pairs
+
+    def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
+        """Cut off the first rows with at most ``most`` live pairs."""
+        return self._token_groups.cut_strip(strip, most, self._token_groups.unit(strip.queries))

@@ -207,11 +207,7 @@ class QuorumBalancer(Balancer):
             keys = self._token_groups.keys[lap * self.num_tasks + strip.query_group]
             if self._token_groups.count(queries, keys) == strip.live_pairs:
                 owners.pop()
-        parts = (
-            (strip,)
-            if len(owners) == 1
-            else self._token_groups.cut_strip(strip, strip.live_pairs // 2)
-        )
+        parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
         return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
 
     def _groups(self, strip: Strip) -> int:
@@ -259,6 +255,11 @@ class QuorumBalancer(Balancer):
         if number:
             self._hold(giver, reduce(or_, map(self._groups, self.strips[giver]), 0))
         return number
+
+    def _cut(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
+        """Cut a strip in the unit of its whole group, so that small rests are also cut at tiles."""
+        groups = self._token_groups
+        return groups.cut_strip(strip, most, groups.unit(groups.queries[strip.query_group]))
 
     def _hold(self, index: int, groups: int) -> None:
         for group in _elements(self._held[index] ^ groups):

@@ -161,8 +161,8 @@ class TokenGroups:
             left.append((*second, live_pairs - first_pairs))
             left.append((*first, first_pairs))
 
-    def cut_strip(self, strip: Strip, most: int) -> tuple[Strip | None, Strip | None]:
-        """Cut off the first rows with at most ``most`` live pairs, at a multiple of the tile.
+    def cut_strip(self, strip: Strip, most: int, unit: int) -> tuple[Strip | None, Strip | None]:
+        """Cut off the first rows with at most ``most`` live pairs, at a multiple of ``unit`` rows.
 
         Returns:
             The first part and the rest; ``None`` for an empty part.
@@ -174,8 +174,6 @@ class TokenGroups:
         def count(cut: int) -> int:
             return self.count_area(range(queries.start, cut), keys)
 
-        # The unit of the whole group, so that what remains of it is also cut at tiles.
-        unit = self.unit(self.queries[group])
         cuts = range(queries.start + unit, queries.stop, unit)
         number = bisect_right(cuts, most, key=count)
         middle = cuts[number - 1] if number else queries.start
