@@ -1165,8 +1165,8 @@ FAULTS = (
     Fault(
         "ranks do not compare their options",
         "executors/distributed/agreement.py",
-        "alike = digests, calls, exchanges, filter(None, places)",
-        "alike = calls, exchanges, filter(None, places)",
+        "zip(digests, numbers, exchanges, strict=True)",
+        "zip(numbers, exchanges, strict=True)",
         "distributed/test_attention.py::test_ranks_that_disagree_find_out[has scale 2.0]",
     ),
     Fault(
