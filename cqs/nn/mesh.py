@@ -104,7 +104,7 @@ def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
         with errors_shared(tensor_group):
             _check_shard(shard, mesh)
         batch, length, *size = shard.shape
-        request = Request({"call": "a layer", "dtype": shard.dtype, "size": (batch, *size)})
+        request = Request({"call": "a layer", "dtype": shard.dtype, "batch": batch, "size": size})
         rows = agree(tensor_group, request, (length, 0, 0, 0)).seqlens_q
         chunks = torch.empty(sum(rows), device="meta").chunk(len(rows))
         if rows != tuple(map(len, chunks)) or 0 in rows:

@@ -366,7 +366,7 @@ def test_attention_weights_come_from_the_eager_attention():
 
 
 def test_options_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="executor and num_tasks must be None .* got None and 3"):
+    with pytest.raises(ValueError, match="cluster and num_tasks must be None .* got None and 3"):
         register("cqs-wrong", group=object(), num_tasks=3)
     with pytest.raises(ValueError, match="backend must be one of"):
         register("cqs-wrong", backend="fast")
