@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqs.arguments import with_advice
+from cqs.arguments import as_bool, with_advice
 from cqs.executors import local_operator
 from cqs.executors.contract import attend
 from cqs.executors.known_calls import find_known
@@ -151,6 +151,7 @@ def attention(
     """
     if backend is not None:
         check_backend_name(backend)
+    return_lse, verify = as_bool("return_lse", return_lse), as_bool("verify", verify)
     has_defaults = attn_mask is seed is scores is num_tasks is plan is None
     if has_defaults and type(dropout_p) is float and not (dropout_p or verify):
         options = is_causal, scale, pattern, enable_gqa, backend

@@ -50,6 +50,9 @@ _ADVICE = {
     "enable_gqa": "leave it out: query heads share KV heads where these are fewer",
     "kernel_options": "leave it out: kernels choose their own tiles, and backend names a kernel",
     "deterministic": "leave it out: results are deterministic, except gradients by backend='cudnn'",
+    "plan": "pass strategy=cqs.distributed.Strategy(plan=...) on ranks; a memory budget is a plan",
+    "num_tasks": "leave it out: a rank computes one task, and a memory budget decides otherwise",
+    "strategy": "call cqs.distributed.attention, or pass a sharded sequence to a cqs.Cluster",
     "executor": "call attention of a cqs.Cluster, which computes on Ray",
     "progress": "call cqs.streaming.attention or attention of a cqs.Cluster",
     "group process_group": "call cqs.distributed.attention(..., group=...)",
@@ -60,7 +63,9 @@ _ADVICE = {
         "pass joint=cqs.distributed.JointTokens(...) to cqs.distributed.attention, or concatenate "
         "the joint tokens with the others"
     ),
-    "memory_budget device out resume": "call cqs.streaming.attention(..., out=Resumable(...))",
+    "device": "move the tensors to the device, or call cqs.streaming.attention",
+    "memory_budget out": "call cqs.streaming.attention, which takes it",
+    "resume": "call cqs.streaming.attention(..., out=Resumable(...))",
 }
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 """The equivalent of each argument of scaled_dot_product_attention, FlexAttention, FlashAttention,

@@ -17,7 +17,7 @@ def options_class(schema: str) -> Any:
     and the random seed of dropout, which is int64 on the CPU.
 
     Args:
-        schema: Schema of the other options. ``None`` means the default.
+        schema: Schema of the other options; one that is None has its default.
     """
     tensors = "Tensor? sinks, Tensor? slopes, Tensor? bias, Tensor? pattern, Tensor? seed"
     schema = f"{tensors}, {schema}"
@@ -83,6 +83,7 @@ def define_operator(
     def differentiate_kept(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Any, ...]:
         *gradients, sinks, bias = differentiate(grad_output, *ctx.saved_tensors, *ctx.options)
         required = ctx.needs_input_grad
+        # Inputs 3 to 5 are sinks, slopes and bias.
         gradients += [sinks if required[3] else None, None, bias if required[5] else None]
         return *gradients, *[None] * (len(required) - len(gradients))
 

@@ -19,7 +19,9 @@ _Result = TypeVar("_Result")
 def find_known(
     make: Callable[..., _Result | None], query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> _Result | None:
-    """Return the result of a function for the signature of a call, from an earlier call if known.
+    """Return the result of ``make`` for calls with these sizes, dtypes, devices, modes and options.
+
+    It is made once, and found again for later calls. Options count by equality, or by identity.
 
     Args:
         make: Called with query, key and value without values, and with the options. Its result must
@@ -30,8 +32,9 @@ def find_known(
         options: Options of the call. Equal values of different types are different options.
 
     Returns:
-        The result, or ``None`` if the call must be checked in full: a tensor is no plain one,
-        autocast or a transform is active, an option is not hashable, or ``make`` has raised.
+        The result, or ``None`` if the call must be checked in full: a tensor is not plain, autocast
+        or a transform is active, an option is not hashable, or ``make`` has raised or returned
+        ``None``.
     """
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None

@@ -69,7 +69,10 @@ def make_call(
     enable_gqa: bool,
     backend: str | None,
 ) -> Attend | None:
-    """Return a function that computes problems in one call of a backend, or None.
+    """Return a function that computes problems in one call of a backend.
+
+    It is None if several calls are needed, tensors are empty or must be expanded, gradients are
+    required, or heads differ in their pattern.
 
     The arguments are those of :func:`cqs.attention`. Later problems may differ only in the values
     of their tensors. Gradients are not recorded.

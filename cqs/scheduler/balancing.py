@@ -7,7 +7,7 @@ TOLERANCE = 100
 
 
 def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[list[Strip]]:
-    """Move rows between tasks with the same keys until none exceeds the mean by more than 1 %.
+    """Move rows between tasks with the same keys until none exceeds the mean by 1 % or a row.
 
     The tasks with the most live pairs give their first rows to those with the fewest. The excess
     that remains is less than one row, or one tile of rows.

@@ -145,6 +145,7 @@ BAD = {
     "dtype": (query(2, 4, 3, 16, dtype=torch.float64), ValueError, "joint.query .*dtype .*float64"),
     "device": (query(2, 4, 3, 16, device="meta"), ValueError, "joint.query .*device .*meta"),
     "dimensions": (query(4, 3, 16), ValueError, r"joint.query .*\[4, 3, 16\]"),
+    "joint": ({"joint": (1, 2)}, TypeError, "joint must be JointTokens or None, got .1, 2."),
     "type": ({"joint_query": [1.0]}, TypeError, "joint.query .* got list"),
     "sparse": ({"joint_query": torch.zeros(2, 4, 3, 16).to_sparse()}, ValueError, "joint.query .*"),
 }

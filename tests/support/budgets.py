@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "cqs": Budget(498, 112, 16),
+    "cqs": Budget(504, 115, 16),
     "cqs/patterns": Budget(1941, 220, 6),
     "cqs/scheduler": Budget(2242, 200, 8),
     "cqs/problem": Budget(919, 334, 12),
@@ -39,18 +39,18 @@ BUDGETS = {
     "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(937, 147, 8),
     "cqs/executors/distributed": Budget(3417, 284, 15),
-    "cqs/executors/streaming": Budget(1311, 259, 16),
-    "cqs/executors/ray": Budget(2770, 375, 16),
+    "cqs/executors/streaming": Budget(1312, 259, 16),
+    "cqs/executors/ray": Budget(2772, 375, 16),
     "cqs/integrations": Budget(1627, 276, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(355, 103, 5),
     "cqs/report": Budget(843, 126, 7),
     "cqs/commands": Budget(964, 154, 6),
     "benchmarks": Budget(6816, 767, 0),
-    "tests": Budget(19_495, 520, 0),
+    "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_184, "docs/notes": 18_056}
+MOST_WORDS = {"docs": 57_178, "docs/notes": 18_001}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""

@@ -13,6 +13,6 @@ def grouped(options):
     rest = {name: value for name, value in options.items() if name not in STRATEGY + JOINT}
     for name, kind, names in (("strategy", Strategy, STRATEGY), ("joint", JointTokens, JOINT)):
         given = {each: options[each] for each in names if each in options}
-        if given:
+        if given and name not in rest:
             rest[name] = kind(**{each.removeprefix("joint_"): given[each] for each in given})
     return rest

@@ -105,8 +105,8 @@ def check_call(
         NotImplementedError: The tensors are not supported.
     """
     joined = joined_group(group_of(group, query))
-    if not isinstance(joint, JointTokens):
-        rows = NO_ROWS if joint is None else joint
+    if joint is None or isinstance(joint, JointRows):
+        rows = joint or NO_ROWS
         if (known := _find_known(query, key, value, joined, strategy, rows, options)) is not None:
             values, compute = known
             if prepared is not None:
@@ -151,9 +151,10 @@ def _find_known(
     options: AttentionOptions,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return values and function of a call whose signature is known; see :class:`CheckedCall`."""
-    has_values = not options.get("seed") is options.get("scores") is None
+    has_values = options.get("seed") is not None or options.get("scores") is not None
     if has_values or options.get("dropout_p", 0.0) != 0.0 or not isinstance(query, Tensor):
         return None
+    # The fields apart: equal values of different types are different options.
     choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
     given = [options.get(name, default) for name, default in _DEFAULTS.items()]
     config = dist.get_backend_config(group)
@@ -171,7 +172,10 @@ def _make_known(
     rows: JointRows,
     *choices: Any,
 ) -> tuple[dict[str, Any], Attend | None] | None:
-    """Return values and function of a call; ``None`` if tensors must be expanded or padded."""
+    """Return the values that ranks compare, and for one rank the function that computes the call.
+
+    It returns ``None`` if tensors must be expanded or padded.
+    """
     number = len(choices) - len(_DEFAULTS)
     strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
     options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
@@ -209,7 +213,7 @@ def _check(
         The problem, and the arguments that must be equal on all ranks, by name.
     """
     pattern, seed = options.get("pattern"), options.get("seed")
-    whole = {"is_causal": False, "pattern": None}  # checked for the whole sequence
+    whole = {"is_causal": False, "pattern": None}  # masks are bound to the whole sequence later
     shard_options: ProblemOptions = {**problem_options(options), **whole}  # type: ignore[typeddict-item]
     problem = check_problem(*shards, is_shard=True, **shard_options)
     check_backend_name(backend := options.get("backend"))
@@ -269,7 +273,7 @@ def joined_group(group: Any) -> Any:
         advice = "call this on the ranks of the group only"
         raise TypeError(f"{rule}, got GroupMember.NON_GROUP_MEMBER: {advice}")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {group!r}")
+        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
     try:
         dist.get_rank(group)
     except ValueError as unknown:

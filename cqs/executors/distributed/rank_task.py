@@ -123,10 +123,10 @@ class RankTask:
         if layout.is_bounded:
             (query, *keys), kept = kept, ()
             sent = (query, *sent[QUERIES]), keys
-        number = len(kept) // len(layout.chunks)
+        num_kept = len(kept) // len(layout.chunks)
 
         def make(chunk: HeadChunk, exchange: Exchange, turns: Iterator[int]) -> BackwardPass:
-            held = kept[chunk.index * number :][:number]
+            held = kept[chunk.index * num_kept :][:num_kept]
             return BackwardPass(
                 *(layout, exchange, chunk, self._worker_of(chunk, terms), turns, sent),
                 gradients=gradients,

@@ -27,7 +27,7 @@ from cqs.executors.ray.tasks.report import as_html
 from cqs.partial import Partial
 from cqs.problem import Problem, check_problem, draw_seed
 from cqs.problem.options import AttentionOptions, problem_options
-from cqs.problem.scores import Scores, find_reads
+from cqs.problem.scores import Scores, check_is_scores, find_reads
 from cqs.problem.tensors import autocast
 from cqs.scheduler import Kind
 from cqs.uncompiled import uncompiled
@@ -233,8 +233,9 @@ class Cluster:
         if key is None or value is None:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
         problem = check_problem(*autocast(query, key, value), **problem_options(options))
+        return_lse = as_bool("return_lse", options.get("return_lse", False))
         compute = self._bind(self.make_executor(), problem, num_tasks, plan, progress, options)
-        return compute().to_result(options.get("return_lse", False))
+        return compute().to_result(return_lse)
 
     def _attend_shards(
         self, query: Sharded, strategy: Strategy, options: AttentionOptions
@@ -247,6 +248,7 @@ class Cluster:
             )
         parts: tuple[tuple[Tensor, ...], ...] = ()
         if (scores := options.get("scores")) is not None:
+            check_is_scores(scores)
             _check_scores_need_no_gradient(scores)
             if scores.bias is not None:
                 parts = _bias_of_ranks(scores.bias, query)
@@ -403,7 +405,7 @@ class Cluster:
             problem,
             make_plan,
             backend=backend,
-            verify=options.get("verify", False),
+            verify=as_bool("verify", options.get("verify", False)),
             progress=progress,
             cancelled=cancelled,
         )

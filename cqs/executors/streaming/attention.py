@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from cqs.arguments import with_advice
+from cqs.arguments import as_bool, with_advice
 from cqs.executors.contract import attend
 from cqs.executors.streaming.budget import parse_budget
 from cqs.executors.streaming.checkpoint import Checkpoint, WorkingDirectory
@@ -132,7 +132,8 @@ def attention(
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
     in_strips = _in_strips(problem) if name == "reference" else problem
     executor = StreamingExecutor(where, budget, name, sources)
-    return_lse, verify = options.get("return_lse", False), options.get("verify", False)
+    return_lse = as_bool("return_lse", options.get("return_lse", False))
+    verify = as_bool("verify", options.get("verify", False))
     call = executor, in_strips, executor.make_plan
     compute = partial(attend, *call, verify=verify, progress=progress)
     if needs_grad:
