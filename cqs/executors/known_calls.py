@@ -33,13 +33,16 @@ def find_known(
 
     Returns:
         The result, or ``None`` if the call must be checked in full: a tensor is not plain, autocast
-        or a transform is active, an option is not hashable, or ``make`` has raised or returned
-        ``None``.
+        or a transform is active, an option is a tensor or not hashable, or ``make`` has raised or
+        returned ``None``.
     """
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
     if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
         return None
+    for option in options:
+        if hasattr(option, "dtype"):  # a tensor or an array, whose values may change
+            return None
     sizes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
     devices, are_recorded = (query.device, key.device, value.device), (False,) * 3
     if torch.is_grad_enabled():
@@ -67,7 +70,7 @@ def _is_plain(tensor: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=256, typed=True)
+@lru_cache(maxsize=64, typed=True)
 def _make_once(
     make: Callable[..., Any],
     sizes: tuple[torch.Size, ...],

@@ -12,10 +12,7 @@ from cqs.problem.scores import add_sinks
 from cqs.scheduler import Plan
 from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, TaskBackend, Worker
-from cqs.worker.calls import (
-    attend_call,
-    lse_for_gradients,
-)
+from cqs.worker.calls import attend_call, lse_for_gradients
 from cqs.worker.memory import memory_of
 
 

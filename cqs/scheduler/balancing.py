@@ -9,8 +9,8 @@ TOLERANCE = 100
 def balance_rows(strips: list[list[Strip]], token_groups: TokenGroups) -> list[list[Strip]]:
     """Move rows between tasks with the same keys until none exceeds the mean by 1 % or a row.
 
-    The tasks with the most live pairs give their first rows to those with the fewest. The excess
-    that remains is less than one row, or one tile of rows.
+    The tasks with the most live pairs give their first rows to those with the fewest. More excess
+    than a row, or a tile of rows, remains where all others lack less than one.
 
     Args:
         strips: The strips of every task.

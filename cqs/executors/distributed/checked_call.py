@@ -139,6 +139,7 @@ _DEFAULTS: AttentionOptions = {
     "verify": False,
 }
 """The options of calls that are found by their signature, with their default values."""
+_KNOWN = {*_DEFAULTS, "dropout_p", "seed", "scores"}
 
 
 def _find_known(
@@ -151,8 +152,11 @@ def _find_known(
     options: AttentionOptions,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return values and function of a call whose signature is known; see :class:`CheckedCall`."""
+    dropout_p, is_known = options.get("dropout_p", 0.0), options.keys() <= _KNOWN
     has_values = options.get("seed") is not None or options.get("scores") is not None
-    if has_values or options.get("dropout_p", 0.0) != 0.0 or not isinstance(query, Tensor):
+    if has_values or not is_known or type(dropout_p) is not float or dropout_p:
+        return None
+    if not isinstance(query, Tensor):
         return None
     # The fields apart: equal values of different types are different options.
     choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]

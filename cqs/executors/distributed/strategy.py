@@ -49,6 +49,11 @@ class Strategy:
     fits; the backward pass receives them again. ``None`` means no limit on CPUs, and on GPUs 90 %
     of the memory that is free on every rank in the first call with these shards."""
 
+    def __post_init__(self) -> None:
+        """Read links that are an iterator once."""
+        if isinstance(self.links, Iterable):
+            object.__setattr__(self, "links", tuple(self.links))
+
     def check(self, num_ranks: int, problem: Problem, differs_by_head: bool) -> dict[str, Any]:
         """Return the checked options by name, or raise TypeError or ValueError.
 

@@ -120,6 +120,8 @@ def attention(
     directory: Any = None
     if isinstance(out, Resumable):
         out, directory = out
+        if directory is None:
+            raise TypeError("directory must be the path of a directory, got None")
         if problem.terms is not None and problem.terms.score_mod is not None:
             raise ValueError(
                 "scores.score_mod must be None with a Resumable, got a function: another process "

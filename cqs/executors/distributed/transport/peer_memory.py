@@ -317,6 +317,7 @@ class PeerMemory(Transport):
         if self._memory.buffer.nbytes:
             with self._launching:
                 self._close_pass()
+                self._opened = None
         self._memory.grow(control, num_bytes)
 
     def _check_released(self) -> None:
