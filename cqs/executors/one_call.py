@@ -108,7 +108,14 @@ def make_call(
 def single_call(
     problem: Problem, plan: Plan, work: Work, chosen: Backend | None
 ) -> tuple[CallBackend, Operands] | None:
-    """Return the backend and the operands if one call computes the problem, else None."""
+    """Return the backend and the operands if one call computes the problem, else None.
+
+    Args:
+        problem: The problem.
+        plan: A plan of the problem.
+        work: The work of the plan.
+        chosen: The backend of all its steps.
+    """
     is_square, terms = work.is_square, None
     if (
         (is_square is None and plan.pattern is None)

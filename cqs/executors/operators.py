@@ -26,7 +26,10 @@ _constant = True
 
 
 def handle_of(pattern: Pattern | None) -> Tensor | None:
-    """Return the handle of a pattern in the graph that is being traced."""
+    """Return a tensor by which :func:`read_pattern` finds a pattern in this process.
+
+    In a graph that is being traced, the tensor is a value of the graph.
+    """
     if pattern is None:
         return None
     check_is_pattern(pattern)
@@ -40,7 +43,7 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        comptime(_make_handle)
+        comptime(_make_handle)  # reads the local variable ``pattern``
     found: Tensor = pattern.handle
     return found
 

@@ -38,7 +38,7 @@ BUDGETS = {
     "cqs/worker": Budget(1502, 285, 8),
     "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(937, 147, 8),
-    "cqs/executors/distributed": Budget(3425, 284, 15),
+    "cqs/executors/distributed": Budget(3430, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
     "cqs/executors/ray": Budget(2772, 375, 16),
     "cqs/integrations": Budget(1627, 276, 15),
@@ -50,7 +50,7 @@ BUDGETS = {
     "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_165, "docs/notes": 17_899}
+MOST_WORDS = {"docs": 57_154, "docs/notes": 17_899}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""

@@ -11,7 +11,7 @@ from cqs.executors.distributed.agreement import errors_shared
 from cqs.executors.distributed.dtensors import group_of, to_local
 from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
 from cqs.executors.distributed.operator import DrawnSeed
-from cqs.executors.distributed.strategy import Strategy
+from cqs.executors.distributed.strategy import Strategy, check_strategy
 from cqs.executors.known_calls import find_known
 from cqs.executors.one_call import Attend, make_call
 from cqs.problem import Problem, check_problem
@@ -242,7 +242,7 @@ def _check(
         "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
         "joint tokens": rows,
         "backend": backend,
-        **strategy.check(num_ranks, problem, differs_by_head),
+        **check_strategy(strategy, num_ranks, problem, differs_by_head),
     }
     if values["verify"] and values["is_captured"]:
         raise ValueError(

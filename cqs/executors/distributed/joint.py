@@ -84,6 +84,8 @@ class JointParts:
                 f"joint.value must have the rows of joint.key, {lengths[1]}, got {lengths[2]}"
             )
         self.rows = JointRows(joint.position, lengths[0], lengths[1])
+        self._is_ordered = False
+        """Whether positions matter, so that one rank has all joint tokens; see :meth:`join`."""
         self._group: Any = dist.group.WORLD if group is None else group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
@@ -91,6 +93,8 @@ class JointParts:
         self, shards: tuple[Tensor, ...], options: AttentionOptions
     ) -> tuple[tuple[Tensor, ...], AttentionOptions]:
         """Return this rank's query, key and value with its part of the joint tokens, and options.
+
+        It also decides whether positions matter, for :meth:`gather`.
 
         Args:
             shards: Query, key and value of this rank.
@@ -112,8 +116,8 @@ class JointParts:
             shard if tokens is None else self._join(name, shard, tokens)
             for name, shard, tokens in zip(_NAMES, shards, self._tensors, strict=True)
         )
-        number, is_owner = self.rows.queries, joined[0].shape[2] > shards[0].shape[2]
-        if scores is None or is_owner or not number or not _has_rows(terms.get("bias")):
+        number, has_joint_queries = self.rows.queries, joined[0].shape[2] > shards[0].shape[2]
+        if scores is None or has_joint_queries or not number or not _has_rows(terms.get("bias")):
             return joined, options
         rows = slice(number, None) if self.rows.position == "front" else slice(-number)
         own_scores = replace(scores, bias=terms["bias"][..., rows, :])

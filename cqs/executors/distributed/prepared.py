@@ -118,6 +118,7 @@ class PreparedCalls:
             self._lay_out_parts(placement, problem)
         if problem.terms is not None and (bias := problem.terms.bias) is not None:
             if not has_own_rows(group, bias, problem.query.shape[2]):
+                # Every rank has all rows of such a bias, so none is exchanged.
                 problem = replace(problem, terms=replace(problem.terms, held=None))
         keep, verify = values["requires_grad"], values["verify"]
         with_lse = _sends_lse(problem, values)
@@ -142,6 +143,8 @@ class PreparedCalls:
                     part, of_task, with_lse=with_lse, keep=keep, number=number
                 )
 
+            num_bias = len(bias)
+
             def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
                 kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
                 of_task = None if terms is None else terms.with_sums(bias, sums)
@@ -152,7 +155,6 @@ class PreparedCalls:
                         terms.return_sums(of_task, sums)
                     return gradients
 
-            num_bias = len(bias)
             return Attended(answer, (*kept, *bias), differentiate)
 
         answer = attend_differentiably(problem, attend)
@@ -269,6 +271,7 @@ class _Placement:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
         layout = self._lay_out(part, values, self.rank)
+        # Calls add dropout and score terms. No steps stand for launches of several ones.
         complete = replace(worker, dropout=part.dropout, terms=part.terms)
         rounds = (current.steps for current in layout.rounds)
         groups = (), layout.own_steps, layout.home_steps, layout.away_steps, *rounds

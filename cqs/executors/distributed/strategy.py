@@ -54,39 +54,46 @@ class Strategy:
         if isinstance(self.links, Iterable):
             object.__setattr__(self, "links", tuple(self.links))
 
-    def check(self, num_ranks: int, problem: Problem, differs_by_head: bool) -> dict[str, Any]:
-        """Return the checked options by name, or raise TypeError or ValueError.
 
-        Args:
-            num_ranks: Number of ranks of the group.
-            problem: The checked shards of this rank.
-            differs_by_head: Whether the heads have different patterns.
-        """
-        default_plan = None if self.links is None else "any"
-        return {
-            "num_chunks": _positive_or_none("num_chunks", self.num_chunks),
-            "max_bytes": _positive_or_none("max_bytes", self.max_bytes),
-            "head_parallel": self._check_degree(num_ranks, problem, differs_by_head),
-            "links": None if self.links is None else Links.check(self.links),
-            "plan": default_plan if self.plan is None else check_kind(self.plan, "plan"),
-        }
+def check_strategy(
+    strategy: Strategy, num_ranks: int, problem: Problem, differs_by_head: bool
+) -> dict[str, Any]:
+    """Return the checked options of a strategy by name, or raise TypeError or ValueError.
 
-    def _check_degree(self, num_ranks: int, problem: Problem, differs_by_head: bool) -> int | str:
-        """Return the head-parallel degree or ``"auto"``."""
-        if self.head_parallel == "auto":
-            return 1 if differs_by_head else "auto"
-        if isinstance(self.head_parallel, str):
-            raise ValueError(
-                f"head_parallel must be an integer or 'auto', got {self.head_parallel!r}"
-            )
-        degree = as_integer("head_parallel", self.head_parallel, 1)
-        num_heads, num_kv_heads = problem.query.shape[1], problem.key.shape[1]
-        reason = why_not_head_parallel(degree, num_ranks, num_heads, num_kv_heads)
-        if differs_by_head and degree > 1:
-            reason = "heads with different patterns are computed one by one"
-        if reason is not None:
-            raise ValueError(f"head_parallel must be a supported degree, got {degree}: {reason}")
-        return degree
+    Args:
+        strategy: How the ranks divide a call.
+        num_ranks: Number of ranks of the group.
+        problem: The checked shards of this rank.
+        differs_by_head: Whether the heads have different patterns.
+    """
+    links, plan = strategy.links, strategy.plan
+    degree = _check_degree(strategy.head_parallel, num_ranks, problem, differs_by_head)
+    default_plan = None if links is None else "any"
+    return {
+        "num_chunks": _positive_or_none("num_chunks", strategy.num_chunks),
+        "max_bytes": _positive_or_none("max_bytes", strategy.max_bytes),
+        "head_parallel": degree,
+        "links": None if links is None else Links.check(links),
+        "plan": default_plan if plan is None else check_kind(plan, "plan"),
+    }
+
+
+def _check_degree(
+    head_parallel: int | str, num_ranks: int, problem: Problem, differs_by_head: bool
+) -> int | str:
+    """Return the head-parallel degree or ``"auto"``."""
+    if head_parallel == "auto":
+        return 1 if differs_by_head else "auto"
+    if isinstance(head_parallel, str):
+        raise ValueError(f"head_parallel must be an integer or 'auto', got {head_parallel!r}")
+    degree = as_integer("head_parallel", head_parallel, 1)
+    num_heads, num_kv_heads = problem.query.shape[1], problem.key.shape[1]
+    reason = why_not_head_parallel(degree, num_ranks, num_heads, num_kv_heads)
+    if differs_by_head and degree > 1:
+        reason = "heads with different patterns are computed one by one"
+    if reason is not None:
+        raise ValueError(f"head_parallel must be a supported degree, got {degree}: {reason}")
+    return degree
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:
