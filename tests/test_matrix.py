@@ -27,7 +27,9 @@ from cqs.patterns import causal, from_mask
 
 LIMITS = "max_bytes", "memory_budget"
 """Axes whose values are multiples of the least possible value."""
-ARGUMENTS = {name for each in table.FUNCTIONS.values() for name in table.parameters(each)}
+ARGUMENTS = {name for call in table.FUNCTIONS.values() for name in table.parameters(call)} - {
+    "joint"
+}
 ARGUMENTS -= {"attn_mask", *LIMITS}
 """Axes whose values are arguments of a call."""
 NUM_RANDOM = 50

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import cqs.distributed
 from cqs.patterns import documents
 from tests.distributed.ranks import Ranks
+from tests.support.options import grouped
 
 from .framework import Case, Suite, assert_tracks, heads_first
 
@@ -78,7 +79,7 @@ def _of_rank(group, problem, options):
     leaves = [each.tensor_split(RANKS, 1)[rank].requires_grad_() for each in operands]
     if "ends" in problem:
         options = options | {"pattern": documents(problem["ends"], is_causal=options["is_causal"])}
-    output = heads_first(cqs.distributed.attention)(*leaves, group=group, **options)
+    output = heads_first(cqs.distributed.attention)(*leaves, group=group, **grouped(options))
     gradients = torch.autograd.grad(output, leaves, gradient.tensor_split(RANKS, 1)[rank])
     return [output.detach(), *gradients]
 
