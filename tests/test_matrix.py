@@ -27,10 +27,8 @@ from cqs.patterns import causal, from_mask
 
 LIMITS = "max_bytes", "memory_budget"
 """Axes whose values are multiples of the least possible value."""
-ARGUMENTS = {name for call in table.FUNCTIONS.values() for name in table.parameters(call)} - {
-    "joint"
-}
-ARGUMENTS -= {"attn_mask", *LIMITS}
+ARGUMENTS = {name for call in table.FUNCTIONS.values() for name in table.parameters(call)}
+ARGUMENTS -= {"attn_mask", "joint", *LIMITS}  # the axis of joint tokens has names of positions
 """Axes whose values are arguments of a call."""
 NUM_RANDOM = 50
 """Random calls of an executor, besides those of the covering array."""
