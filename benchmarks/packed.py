@@ -183,5 +183,5 @@ def _describe(layout: Layout, lengths: NDArray[np.int64]) -> dict[str, Any]:
         "balance": placement.balance,
         "balance_at_home": float(at_home.max() / at_home.mean()),
         "head_parallel": float(len(layout.key_route.shards) // plan.num_tasks),
-        "most_bytes": placement.moved_bytes(_SHAPE) / all_gather,
+        "most_bytes": layout.moved_bytes(_SHAPE) / all_gather,
     }

@@ -110,6 +110,22 @@ class Layout:
         """Number of distinct keys that the steps read."""
         return sum(map(len, keys_of(self.steps)))
 
+    def moved_bytes(self, shape: AttentionShape) -> int:
+        """Return the bytes that all ranks send to others in a forward pass, without LSEs.
+
+        Args:
+            shape: Heads, head dimensions, batch and element size of the shards.
+        """
+        num_heads, kv_heads, _ = (
+            sum(len(head_ranges[0]) for head_ranges in chunk_heads)
+            for chunk_heads in zip(*(chunk.heads for chunk in self.chunks), strict=True)
+        )
+        part = replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
+        output = part.batch * part.num_heads * part.value_columns * part.itemsize
+        queries, keys = self.query_route.num_moved, self.key_route.num_moved
+        sent = part.query_bytes(queries) + part.key_bytes(keys)
+        return sent + output * self.result_route.num_moved
+
     @cached_property
     def is_final(self) -> bool:
         """Whether results cover all keys of their queries and need no merge."""
