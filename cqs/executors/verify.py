@@ -126,11 +126,11 @@ def _verify_head(
     scores = problem.scale * (query @ key.T)
     magnitudes = abs(problem.scale) * (query.abs() @ key.abs().T)
     if problem.terms is not None:
-        of_head = problem.terms.part(*(slice(index, index + 1) for index in place))
+        head_terms = problem.terms.part(*(slice(index, index + 1) for index in place))
         sampled = [range(row, row + 1) for row in rows]
-        of_pairs = of_head.pair_terms(query.device, sampled, [range(len(key))])
+        pairs = head_terms.pair_terms(query.device, sampled, [range(len(key))])
         scores, magnitudes = (
-            each[0, 0] for each in of_pairs.with_errors(scores[None, None], magnitudes[None, None])
+            one[0, 0] for one in pairs.with_errors(scores[None, None], magnitudes[None, None])
         )
     masked = scores.masked_fill(~visible, -torch.inf)
     lse, sink = masked.logsumexp(dim=-1), query.new_tensor(0.0)

@@ -44,7 +44,7 @@ def _attention_in_graph(
     tensors, softcap, bias_requires_grad, is_eager = take_apart(options.get("scores"))
     if is_eager:
         return NotImplemented
-    strategy, seed = strategy or Strategy(), options.get("seed")
+    strategy, seed = Strategy() if strategy is None else strategy, options.get("seed")
     dropout_p, return_lse = options.get("dropout_p", 0.0), options.get("return_lse", False)
     rows = NO_ROWS if parts is None else parts.rows
     output, lse, _ = _operator(
@@ -225,7 +225,7 @@ class PreparedAttention:
             value: ``[batch, num_kv_heads, rows_kv, value_dim]``.
             seed: Random seed of dropout; ``None`` draws one on rank 0 for all.
             scores: Options of the scores, as prepared; only the values of sinks may differ.
-            joint: Joint tokens at the prepared position, or ``None``.
+            joint: Joint tokens, or ``None``.
 
         Returns:
             What :func:`attention` returns.

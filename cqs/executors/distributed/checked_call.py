@@ -105,6 +105,7 @@ def check_call(
         NotImplementedError: The tensors are not supported.
     """
     joined = joined_group(group_of(group, query))
+    rows, parts = NO_ROWS, None
     if joint is None or isinstance(joint, JointRows):
         rows = joint or NO_ROWS
         if (known := _find_known(query, key, value, joined, strategy, rows, options)) is not None:
@@ -116,10 +117,7 @@ def check_call(
             return CheckedCall(joined, problem, values, None, None, compute)
     with errors_shared(joined):
         shards, mesh = to_local(*autocast(query, key, value))
-        rows, parts = NO_ROWS, None
-        if isinstance(joint, JointRows):
-            rows = joint
-        elif joint is not None:
+        if not (joint is None or isinstance(joint, JointRows)):
             parts = JointParts(joint, joined)
             shards, options = parts.join(shards, options)
             rows = parts.rows

@@ -161,10 +161,10 @@ class JointParts:
         # Its backward pass sends the gradients back, which autograd sums over the copies.
         copies = part.movedim(2, 0).expand(self._num_ranks, own, *part.shape[:2], *part.shape[3:])
         # Of a part of one row, `flatten` returns a view with a stride of 0, which NCCL rejects.
-        found = all_to_all_single_autograd(
+        received = all_to_all_single_autograd(
             copies.flatten(0, 1).contiguous(), lengths, [own] * self._num_ranks, self._group
         )
-        joint = found.movedim(0, 2)
+        joint = received.movedim(0, 2)
         return torch.cat((joint, rows) if is_front else (rows, joint), dim=2)
 
 
@@ -180,9 +180,9 @@ def _num_rows(name: str, tokens: Tensor | None) -> int:
     if tokens is None:
         return 0
     if not _is_dense(tokens):
-        found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise (ValueError if isinstance(tokens, Tensor) else TypeError)(
-            f"joint.{name} must be a dense tensor [batch, heads, rows, dim] or None, got {found}"
+            f"joint.{name} must be a dense tensor [batch, heads, rows, dim] or None, got {got}"
         )
     return tokens.shape[2]
 
@@ -190,10 +190,10 @@ def _num_rows(name: str, tokens: Tensor | None) -> int:
 def _check_like(name: str, tokens: Tensor, shard: Tensor) -> None:
     """Raise ValueError unless joint tokens can be concatenated with a shard."""
     for attribute in "dtype", "device":
-        wanted, found = getattr(shard, attribute), getattr(tokens, attribute)
-        if found != wanted:
+        wanted, got = getattr(shard, attribute), getattr(tokens, attribute)
+        if got != wanted:
             raise ValueError(
-                f"joint.{name} must have the {attribute} of {name}, {wanted}, got {found}"
+                f"joint.{name} must have the {attribute} of {name}, {wanted}, got {got}"
             )
     batch, heads, _, dim = shard.shape
     if tokens.shape[0] not in (1, batch) or (tokens.shape[1], tokens.shape[3]) != (heads, dim):

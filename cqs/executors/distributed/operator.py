@@ -117,10 +117,10 @@ def _differentiate(
 ) -> list[Tensor]:
     """Compute the gradients of query, key, value, sinks and bias."""
     leaves, output = read_handle(state.numpy())
-    found = iter(torch.autograd.grad(output, leaves, grad_output, retain_graph=True))
-    gradients = [next(found) for _ in shapes]
+    leaf_gradients = iter(torch.autograd.grad(output, leaves, grad_output, retain_graph=True))
+    gradients = [next(leaf_gradients) for _ in shapes]
     return gradients + [
-        grad_output.new_empty(0) if part is None else next(found) for part in (sinks, bias)
+        grad_output.new_empty(0) if part is None else next(leaf_gradients) for part in (sinks, bias)
     ]
 
 

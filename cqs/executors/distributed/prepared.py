@@ -57,14 +57,14 @@ def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
         values: Arguments of the call that must be equal on all ranks, by name.
     """
     group = group or dist.group.WORLD
-    if (of_group := _prepared.get(group)) is None:
-        of_group = _prepared[group] = {}
+    if (prepared := _prepared.get(group)) is None:
+        prepared = _prepared[group] = {}
     signature = tuple(values.values())
-    if (found := of_group.get(signature)) is None:
-        if len(of_group) >= _MOST_SIGNATURES:
-            del of_group[next(iter(of_group))]
-        found = of_group[signature] = PreparedCalls(values)
-    return found
+    if (calls := prepared.get(signature)) is None:
+        if len(prepared) >= _MOST_SIGNATURES:
+            del prepared[next(iter(prepared))]
+        calls = prepared[signature] = PreparedCalls(values)
+    return calls
 
 
 class PreparedCalls:
@@ -136,23 +136,23 @@ class PreparedCalls:
                 layouts = placement.layouts(part, values) if part.terms.held else []
                 terms = RankTerms(group, part.terms, task.layout, layouts)
             with observe("forward", *observed):
-                of_task, bias = None, tuple[Tensor, ...]()
+                task_terms, bias = None, tuple[Tensor, ...]()
                 if terms is not None and part.terms is not None:
-                    of_task, bias = terms.gather(part.terms)
+                    task_terms, bias = terms.gather(part.terms)
                 answer, kept = task.attend(
-                    part, of_task, with_lse=with_lse, keep=keep, number=number
+                    part, task_terms, with_lse=with_lse, keep=keep, number=number
                 )
 
             num_bias = len(bias)
 
             def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
                 kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
-                of_task = None if terms is None else terms.with_sums(bias, sums)
-                compute = partial(task.differentiate, shapes, kept, grad_output, of_task)
+                task_terms = None if terms is None else terms.with_sums(bias, sums)
+                compute = partial(task.differentiate, shapes, kept, grad_output, task_terms)
                 with observe("backward", *observed):
                     gradients = _differentiate(group, number, compute)
-                    if terms is not None and of_task is not None:
-                        terms.return_sums(of_task, sums)
+                    if terms is not None and task_terms is not None:
+                        terms.return_sums(task_terms, sums)
                     return gradients
 
             return Attended(answer, (*kept, *bias), differentiate)

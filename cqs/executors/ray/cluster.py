@@ -225,7 +225,7 @@ class Cluster:
                     "a sharded sequence does not support key, value, num_tasks, plan or progress: "
                     "leave them out, and pass strategy=Strategy(plan=...) to choose a plan"
                 )
-            return self._attend_shards(query, strategy or Strategy(), options)
+            return self._attend_shards(query, strategy, options)
         if strategy is not None:
             raise TypeError(
                 f"strategy must be None for tensors, got {strategy!r}: pass a sharded sequence"
@@ -238,7 +238,7 @@ class Cluster:
         return compute().to_result(return_lse)
 
     def _attend_shards(
-        self, query: Sharded, strategy: Strategy, options: AttentionOptions
+        self, query: Sharded, strategy: Strategy | None, options: AttentionOptions
     ) -> Sharded:
         """Compute attention over shards on the workers."""
         if (number := len(query.shapes[0])) != 3:
