@@ -210,17 +210,19 @@ def deviating_calls(group, number, *arguments):
 @contextmanager
 def count_bytes():
     """Yield a list to which the bytes of all messages are added that this rank sends."""
-    post, sent = dist.batch_isend_irecv, []
+    post, sent, tags = dist.batch_isend_irecv, [], set()
 
     def post_and_count(messages):
         sends = [each.op is dist.isend for each in messages]
         assert sends == sorted(sends), "gloo is slow unless receives are posted first"
+        tags.update(each.tag for each in messages)
         sent.extend(each.tensor.nbytes for each in messages if each.op is dist.isend)
         return post(messages)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", post_and_count)
         yield sent
+    assert len(tags) <= 1, "messages of a call have its number, in both passes"
 
 
 def fail(*arguments, **options):
