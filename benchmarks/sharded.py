@@ -23,7 +23,6 @@ from benchmarks.publish import make_row, publish
 from benchmarks.timing import progress_bar, track
 from cqs.distributed import Strategy, attention
 from cqs.executors.distributed.chunk_pass import ForwardPass
-from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
@@ -35,11 +34,7 @@ _NUM_CALLS = 16
 _NUM_LAYERS = 64
 """Number of layers of a run in which actors are killed."""
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
-_PARTS: dict[str, tuple[type, str]] = {
-    "exchange": (Exchange, "_send"),
-    "compute": (ForwardPass, "compute_away"),
-    "return": (Exchange, "send_computed"),
-}
+_PARTS = {"exchange": "fetch", "compute": "compute_away", "return": "send_back"}
 """Part of a call -> method at which actors are killed: after it, but before ``compute``."""
 
 
@@ -282,8 +277,9 @@ def _layers(query: Tensor, key: Tensor, value: Tensor, *, kill: _PlannedKill | N
     for i in range(_NUM_LAYERS):
         attend = partial(attention, is_causal=True, strategy=Strategy((1, "auto")[i % 2]))
         if kill is not None and kill.layer == i and os.getpid() in kill.pids:
-            owner, name = _PARTS[kill.part]
-            with patch.object(owner, name, _make_fatal(kill.part, getattr(owner, name))):
+            name = _PARTS[kill.part]
+            fatal = _make_fatal(kill.part, getattr(ForwardPass, name))
+            with patch.object(ForwardPass, name, fatal):
                 output = attend(query, key, value)
         else:
             output = attend(query, key, value)

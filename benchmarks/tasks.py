@@ -151,7 +151,7 @@ def _differentiate_one_by_one(part: Planned, answer: Partial, grad_output: Tenso
     total = Gradients.zeros(*tensors)
     for task in plan.tasks:
         of_queries, of_keys = (
-            [HeldTokens((r, tensor[:, :, r.start : r.stop]) for r in ranges) for tensor in side]
+            [HeldTokens(None, ranges, [t[:, :, r.start : r.stop] for r in ranges]) for t in side]
             for ranges, side in (
                 (task.held_queries, (problem.query, grad_output, *answer)),
                 (task.held_keys, tensors[1:]),

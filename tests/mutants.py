@@ -1150,9 +1150,9 @@ FAULTS = (
     ),
     Fault(
         "results of a head group are written to the rows of another rank",
-        "executors/distributed/exchange.py",
-        "part = received[:, :, first : first + len(rows)]",
-        "part = received[:, :, : len(rows)]",
+        "executors/distributed/shard_results.py",
+        "received = slice(first, first + len(rows))",
+        "received = slice(0, len(rows))",
         "distributed/test_attention.py::test_every_world_is_exact[3]",
     ),
     Fault(
@@ -1165,8 +1165,8 @@ FAULTS = (
     Fault(
         "ranks do not compare their options",
         "executors/distributed/agreement.py",
-        "zip(digests, numbers, exchanges, strict=True)",
-        "zip(numbers, exchanges, strict=True)",
+        "zip(digests, numbers, sends, strict=True)",
+        "zip(numbers, sends, strict=True)",
         "distributed/test_attention.py::test_ranks_that_disagree_find_out[has scale 2.0]",
     ),
     Fault(

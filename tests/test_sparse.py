@@ -63,7 +63,7 @@ def run_tasks(problem, num_tasks, backend):
     tiler = Tiler(plan, *problem.empty_answer())
     for task in plan.tasks:
         held = [
-            HeldTokens((r, tensor[:, :, r.start : r.stop]) for r in ranges)
+            HeldTokens(None, ranges, [tensor[:, :, r.start : r.stop] for r in ranges])
             for tensor, ranges in (
                 (problem.query, task.held_queries),
                 (problem.key, task.held_keys),

@@ -38,8 +38,19 @@ def find_known(
     """
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
-    if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
-        return None
+    for tensor in (query, key, value):
+        if not (
+            type(tensor) is Tensor
+            and (tensor.is_cpu or tensor.is_cuda)
+            and tensor.layout is torch.strided
+            and not (
+                tensor.is_nested
+                or tensor._is_zerotensor()
+                or tensor.is_neg()
+                or is_functorch_wrapped_tensor(tensor)
+            )
+        ):
+            return None
     for option in options:
         if hasattr(option, "dtype"):  # a tensor or an array, whose values may change
             return None
@@ -53,21 +64,6 @@ def find_known(
         return result
     except Exception:  # the checks of the call raise it
         return None
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Return whether a tensor is dense, on the CPU or a GPU."""
-    return (
-        type(tensor) is Tensor
-        and (tensor.is_cpu or tensor.is_cuda)
-        and tensor.layout is torch.strided
-        and not (
-            tensor.is_nested
-            or tensor._is_zerotensor()
-            or tensor.is_neg()
-            or is_functorch_wrapped_tensor(tensor)
-        )
-    )
 
 
 @lru_cache(maxsize=64, typed=True)

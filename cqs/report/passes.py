@@ -151,7 +151,7 @@ class MeasuredPass:
 def hold(tensor: Tensor, ranges: Sequence[range]) -> HeldTokens:
     """Copy tokens of ``[batch, heads, seqlen, dim]``, as a worker receives them."""
     parts = [tensor[:, :, r.start : r.stop] for r in ranges]
-    return HeldTokens.packed(torch.cat([tensor[:, :, :0], *parts], dim=2), ranges)
+    return HeldTokens(torch.cat([tensor[:, :, :0], *parts], dim=2), tuple(ranges))
 
 
 def measure_held(compute: Callable[[], Result], held: Sequence[HeldTokens]) -> tuple[Result, int]:

@@ -6,7 +6,7 @@ bytes that are predicted are those that are held.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from cqs.scheduler.task import Step
@@ -102,8 +102,8 @@ Chunk = TypeVar("Chunk", bound=ChunkRounds[Any])
 def run_chunks(
     chunks: Iterable[Chunk],
     num_turns: int | None,
-    on_stream: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext(),
-    allocate: Callable[[], object] = lambda: None,
+    on_stream: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    allocate: Callable[[], object] | None = None,
 ) -> list[Chunk]:
     """Run a pass.
 
@@ -125,24 +125,22 @@ def run_chunks(
             chunk.finish()
         return []
     chunks = list(chunks)
-    unsent = enumerate(chunks)
-
-    def receive(number: int) -> None:
-        for i, chunk in islice(unsent, number):
-            with on_stream(i):
-                chunk.receive()
-
-    receive(num_turns)
+    for i, chunk in enumerate(chunks[:num_turns]):
+        with on_stream(i):
+            chunk.receive()
     for i, chunk in enumerate(chunks):
         with on_stream(i):
             if i == 0:  # overlaps the exchange of the first head chunk
                 chunk.compute_own()
             chunk.run()
-        receive(1)
+        if (following := i + num_turns) < len(chunks):
+            with on_stream(following):
+                chunks[following].receive()
     for i, chunk in enumerate(chunks[1:], 1):  # overlaps the last results
         with on_stream(i):
             chunk.compute_own()
-    allocate()
+    if allocate is not None:
+        allocate()
     for i, chunk in enumerate(chunks):
         with on_stream(i):
             chunk.finish()

@@ -1,54 +1,45 @@
 """Storage of the tokens of a sequence that a worker holds."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass
 class HeldTokens:
-    """Contiguous parts of one ``[batch, heads, seqlen, dim]`` sequence, by token range.
+    """Ascending token ranges of one ``[batch, heads, seqlen, dim]`` sequence.
 
     Example:
-        >>> held = HeldTokens([(range(0, 2), torch.zeros(1, 1, 2, 4)),
-        ...                    (range(6, 9), torch.ones(1, 1, 3, 4))])
-        >>> held.take([range(1, 2), range(7, 9)])[0, 0, :, 0]
-        tensor([0., 1., 1.])
+        >>> held = HeldTokens(torch.arange(5).view(1, 1, 5, 1), (range(0, 2), range(6, 9)))
+        >>> held.take([range(1, 2), range(7, 9)]).flatten()
+        tensor([1, 3, 4])
     """
 
-    def __init__(self, pieces: Iterable[tuple[range, Tensor]]):
-        """Hold pairs of a token range and a tensor ``[batch, heads, len(range), dim]``."""
-        self._pieces = list(pieces)
-        """The pairs, ascending; empty until they are needed if one tensor holds all tokens."""
-        if len(self._pieces) > 1:
-            self._pieces.sort(key=lambda piece: piece[0].start)
-        self.ranges: tuple[range, ...] = next(zip(*self._pieces, strict=True), ())
-        """Token ranges that are held, ascending."""
-        self._joined = self._pieces[0][1] if len(self._pieces) == 1 else None
+    tensor: Tensor | None
+    """All tokens, one range after another, if they are in one tensor."""
+    ranges: tuple[range, ...]
+    """Token ranges that are held, ascending."""
+    parts: Sequence[Tensor] | None = None
+    """The tokens of every range; ``None`` until they are needed."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "HeldTokens":
         """Hold a whole sequence."""
-        return cls(((range(tensor.shape[2]), tensor),))
+        return cls(tensor, (range(tensor.shape[2]),))
 
-    @classmethod
-    def packed(cls, tensor: Tensor, ranges: Sequence[range]) -> "HeldTokens":
-        """Hold the tokens of ascending ranges, stored in one tensor one after another."""
-        held = cls([(ranges[0], tensor)] if len(ranges) == 1 else [])
-        held.ranges, held._joined = tuple(ranges), tensor
-        return held
-
-    def _split(self) -> list[tuple[range, Tensor]]:
-        """Return the pairs of a range and a tensor."""
-        if not self._pieces and self._joined is not None:
-            parts = self._joined.split(list(map(len, self.ranges)), dim=2)
-            self._pieces = list(zip(self.ranges, parts, strict=True))
-        return self._pieces
+    def _split(self) -> Sequence[Tensor]:
+        """Return the tokens of every range."""
+        if self.parts is None:
+            assert self.tensor is not None
+            self.parts = self.tensor.split(list(map(len, self.ranges)), dim=2)
+        return self.parts
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all tokens that are held."""
-        return sum(tensor.nbytes for _, tensor in self._split())
+        return sum(part.nbytes for part in self._split())
 
     @property
     def sample(self) -> Tensor:
@@ -59,15 +50,14 @@ class HeldTokens:
         """
         if not self.ranges:
             raise KeyError("no tokens are held")
-        if self._joined is not None:
-            return self._joined
-        return self._pieces[0][1]
+        return self._split()[0] if self.tensor is None else self.tensor
 
     def joined(self) -> Tensor:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
-        if self._joined is None:
-            self._joined = torch.cat([tensor for _, tensor in self._pieces], dim=2)
-        return self._joined
+        if self.tensor is None:
+            parts = self._split()
+            self.tensor = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+        return self.tensor
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """Return zeros ``[batch, heads, held tokens, ...]`` of this dtype."""
@@ -85,10 +75,13 @@ class HeldTokens:
         Raises:
             KeyError: A token is not held.
         """
-        parts, pieces = [], self._pieces or self._split()
+        parts = list[Tensor]()
+        if len(self.ranges) == 1 and self.tensor is not None:
+            self.parts = [self.tensor]
+        held_parts = self.parts or self._split()
         for tokens in ranges:
             start = tokens.start
-            for held, tensor in pieces:
+            for held, tensor in zip(self.ranges, held_parts, strict=True):
                 if held == tokens:
                     parts.append(tensor)
                     break

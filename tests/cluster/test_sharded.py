@@ -20,7 +20,6 @@ import cqs
 from benchmarks.cases import Case
 from cqs.distributed import Strategy
 from cqs.executors.distributed.chunk_pass import ForwardPass
-from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.ray import TaskFailedError
 from cqs.executors.ray.actor import TaskActor
@@ -348,7 +347,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
 
 
 @pytest.mark.sample(99)
-@pytest.mark.parametrize("part", ["_send", "compute_away", "send_computed"])
+@pytest.mark.parametrize("part", ["fetch", "compute_away", "send_back"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
     """Once each, when rows have been sent, before they are computed with, or with results sent."""
@@ -358,19 +357,18 @@ def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, numb
         if dist.get_rank() >= number or mark.exists():
             return model(output)
         mark.touch()
-        owner = ForwardPass if part == "compute_away" else Exchange
-        method = getattr(owner, part)
+        method = getattr(ForwardPass, part)
 
         def die(*arguments, **options):
             if part != "compute_away":
                 method(*arguments, **options)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(owner, part, die)
+        setattr(ForwardPass, part, die)
         try:
             return model(output)
         finally:  # if another failure ends this call first
-            setattr(owner, part, method)
+            setattr(ForwardPass, part, method)
 
     cluster = request.getfixturevalue(of)
     _, second, _ = answers(cluster, problem)

@@ -22,7 +22,8 @@ from programs import (
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed.agreement import make_control_group, swap
+from cqs.executors.distributed import checked_call
+from cqs.executors.distributed.agreement import calls_on, make_control_group, swap
 from cqs.patterns import from_mask
 from cqs.scheduler import Grid2D, Quorums
 from cqs.scheduler.head_groups import possible_head_parallel
@@ -194,24 +195,25 @@ def test_equal_numbers_of_other_types_are_no_difference(ranks, options, changed)
     assert ranks.run(2, complaint, 1, changed, options) == [None] * 2
 
 
-def complaint_of_state(group, path, value):
-    """Return what is raised where a function returns another value on rank 1."""
+def complaint_of_state(group, is_captured, num_sends):
+    """Return what is raised where rank 1 captures a graph, or has sent so often."""
     with pytest.MonkeyPatch.context() as patch:
-        on_rank = value if dist.get_rank(group) == 1 else type(value)(0)
-        patch.setattr(f"cqs.executors.distributed.{path}", lambda _: on_rank)
+        if dist.get_rank(group) == 1:
+            patch.setattr(checked_call, "is_captured", lambda _: is_captured)
+            patch.setattr(calls_on(group), "num_sends", num_sends)
         return complaint(group, None, {}, {})
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("state", "message"),
     [
-        ("checked_call.is_captured", True, "is_captured True, rank 0 has False"),
-        ("prepared.count_sends", 7, "exchanges since the group was made 7, rank 0 has 0"),
+        ((True, 0), "is_captured True, rank 0 has False"),
+        ((False, 7), "exchanges since the group was made 7, rank 0 has 0"),
     ],
 )
-def test_ranks_in_another_state_find_out(ranks, path, value, message):
+def test_ranks_in_another_state_find_out(ranks, state, message):
     """One captures a graph, or has sent less often, as after a call that failed on it alone."""
-    found = ranks.run(3, complaint_of_state, path, value)
+    found = ranks.run(3, complaint_of_state, *state)
     assert found == [(ValueError, f"rank 1 of the group has {message}")] * 3
 
 

@@ -1,5 +1,6 @@
 """Attention over shards on GPUs: as on CPUs, with the rounding of each dtype."""
 
+import gc
 import time
 from functools import partial
 
@@ -225,6 +226,7 @@ def test_captures_of_other_work_are_not_disturbed(ranks, num_ranks):
 
 def complaint_in_a_graph(group, rows):
     """Return what is raised where a CUDA graph is captured of a call longer than any before."""
+    gc.collect()  # a graph that is freed during a capture ends it
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         return complaint(group, 0, {}, {}, rows, device="cuda")
 

@@ -118,7 +118,7 @@ def make_task(transport, call, rank, worker):
     shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
     limit = Limit(options.pop("max_bytes"), False, shape, True, 4, with_lse=True)
     layout = lay_out_within(limit, lengths, lengths, rank, shape, **options)
-    return rank_task.RankTask(transport, layout, worker)
+    return rank_task.RankTask(transport, layout, worker, *[call["with_gradients"]] * 2)
 
 
 def rows_of(call, rank):
@@ -140,7 +140,7 @@ def launch_call(transport, rank, call, shards):
     query, key, value, grad_output = shards
     problem, has_gradients = check_problem(query, key, value), call["with_gradients"]
     task = make_task(transport, call, rank, Worker(problem.scale, "reference", None, None))
-    answer, kept = task.attend(problem, with_lse=has_gradients, keep=has_gradients)
+    answer, kept = task.attend(problem)
     results = [answer.output]
     if has_gradients:
         shapes = [each.shape for each in (query, key, value)]

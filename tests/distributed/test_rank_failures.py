@@ -12,7 +12,7 @@ from ranks import make_context
 
 import cqs.distributed
 from cqs.distributed import Strategy
-from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.chunk_pass import ForwardPass
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def join_group(backend, rank, num_ranks, file, **options):
 
 
 def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, computed, heard, where):
-    """Fail on rank 1 before a pass, or where it calls a method of its exchange."""
+    """Fail on rank 1 before a pass, or where it calls a method of the pass."""
     tensors = join_group(backend, rank, num_ranks, file)
     if where in PASSES:
         output = cqs.distributed.attention(*(tensor.requires_grad_() for tensor in tensors))
@@ -37,7 +37,7 @@ def attend_until_a_rank_fails(backend, rank, num_ranks, file, results, computed,
         if rank == 1:
             os._exit(1)
     elif rank == 1:
-        setattr(Exchange, where, lambda *arguments: os._exit(1))
+        setattr(ForwardPass, where, lambda *arguments: os._exit(1))
     start = time.monotonic()
     try:
         if where == "backward":
@@ -61,8 +61,8 @@ FAILED, LOST = "a rank of the group has failed", "rows of other ranks were not r
         ("gloo", "forward", FAILED),
         ("gloo", "backward", FAILED),
         pytest.param("nccl", "forward", FAILED, marks=pytest.mark.gpu),
-        ("gloo", "_send", LOST),
-        ("gloo", "send_computed", LOST),
+        ("gloo", "fetch", LOST),
+        ("gloo", "send_back", LOST),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

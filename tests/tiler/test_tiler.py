@@ -19,10 +19,8 @@ class Run:
     def __init__(self, name, num_tasks, dtype=torch.float32):
         self.problem = BY_NAME[name].make(dtype)
         self.plan = self.problem.make_plan(num_tasks)
-        held = [
-            HeldTokens([(range(tensor.shape[2]), tensor)])
-            for tensor in (self.problem.query, self.problem.key, self.problem.value)
-        ]
+        tensors = self.problem.query, self.problem.key, self.problem.value
+        held = list(map(HeldTokens.whole, tensors))
         index = Worker.of(self.problem, "reference")
         self.partials = [index.run_steps(task.steps, *held) for task in self.plan.tasks]
         self.reset()

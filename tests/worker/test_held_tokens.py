@@ -11,9 +11,9 @@ def whole():
 
 @pytest.fixture
 def held(whole):
-    """Tokens 2..8, 8..12 and 15..20, given in another order."""
-    pieces = [range(15, 20), range(2, 8), range(8, 12)]
-    return HeldTokens((piece, whole[:, :, piece.start : piece.stop]) for piece in pieces)
+    """Tokens 2..8, 8..12 and 15..20."""
+    ranges = range(2, 8), range(8, 12), range(15, 20)
+    return HeldTokens(None, ranges, [whole[:, :, part.start : part.stop] for part in ranges])
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_tokens_that_are_not_held_are_named(held, tokens, missing):
     with pytest.raises(KeyError, match=missing):
         held.take([range(3, 5), tokens])
     with pytest.raises(KeyError, match="0..1"):
-        HeldTokens([]).take([range(1)])
+        HeldTokens(None, (), ()).take([range(1)])

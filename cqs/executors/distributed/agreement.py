@@ -14,6 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+_NUMBERS = (
+    "calls since the group was made",
+    "exchanges since the group was made",
+    "place in its compiled graph",
+)
+"""Names of the numbers that ranks compare; the last only if the call is in a compiled graph."""
 _MOST_SHOWN = 300
 """Maximum number of characters of a value in an error message."""
 _place = ContextVar("place", default=0)
@@ -51,7 +57,6 @@ def agree(
     request: Request,
     own: Sequence[int] = (0, 0, 0, 0),
     error: Exception | None = None,
-    num_exchanges: int = 0,
 ) -> Shards:
     """Compare a call with the calls of all other ranks; every rank must call this.
 
@@ -64,7 +69,6 @@ def agree(
         own: Number of queries and of keys in this rank's shard, its random seed for dropout,
             less than 2^63, and the number of the machine of its device.
         error: The error of this rank, see :func:`errors_shared`.
-        num_exchanges: Number of P2P sends of this rank, which must be equal on all ranks.
 
     Raises:
         Exception: This rank has an error.
@@ -74,27 +78,14 @@ def agree(
     """
     calls = calls_on(group)
     with calls.call():
-        error, control, place = error or calls.error, control_group(group), _place.get()
-        counts = calls.num_calls, num_exchanges
-        message = [error is not None, request.digest, *counts, place, *own]
-        received = swap(control, message)
-        columns = [received[i :: len(message)] for i in range(len(message))]
-        failed, digests, numbers, exchanges, places, *shards = columns
-        calls_alike = len({*zip(digests, numbers, exchanges, strict=True)}) == 1
-        if any(failed) or not calls_alike or len({*places} - {0}) > 1:
-            _explain(control, request, counts, place, error or calls.error)  # of a thread meanwhile
-        seqlens_q, seqlens_kv, seeds, machines = shards
-        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
+        return calls.compare(control_group(group), request, own, error)
 
 
 def _explain(
-    control: Any, request: Request, counts: Sequence[int], place: int, error: Exception | None
+    control: Any, request: Request, numbers: Mapping[str, int], error: Exception | None
 ) -> None:
     """Gather all requests and raise the error that names the rank which differs."""
-    names = "calls since the group was made", "exchanges since the group was made"
-    texts = request.texts | dict(zip(names, map(str, counts), strict=True))
-    if place:
-        texts["place in its compiled graph"] = str(place)
+    texts = request.texts | {name: str(number) for name, number in numbers.items()}
     text = json.dumps([texts, None if error is None else repr(error)])
     try:
         answers = list(map(json.loads, swap_texts(control, text)))
@@ -241,24 +232,45 @@ class GroupCalls:
         self._overlap = ""
         self.num_calls = 0
         """Number of calls whose arguments all ranks have found equal."""
+        self.num_sends = 0
+        """Number of P2P sends in all passes that were not captured in a CUDA graph."""
+
+    def compare(
+        self,
+        control: Any,
+        request: Request,
+        own: Sequence[int] = (0, 0, 0, 0),
+        error: Exception | None = None,
+    ) -> Shards:
+        """Compare a call with those of other ranks, while the group is held; see :func:`agree`."""
+        if self._overlap:
+            error = error or self.error
+        counts, place = (self.num_calls, self.num_sends), _place.get()
+        message = [error is not None, request.digest, *counts, place, *own]
+        received = swap(control, message)
+        columns = [received[i :: len(message)] for i in range(len(message))]
+        failed, digests, numbers, sends, places, *shards = columns
+        are_alike = len({*zip(digests, numbers, sends, strict=True)}) == 1
+        if any(failed) or not are_alike or len({*places} - {0}) > 1:
+            names = _NUMBERS if place else _NUMBERS[:-1]
+            own_numbers = dict(zip(names, (*counts, place), strict=False))
+            _explain(control, request, own_numbers, error or self.error)  # of a thread meanwhile
+        seqlens_q, seqlens_kv, seeds, machines = shards
+        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
 
     @contextmanager
-    def call(self, *, waits: bool = True) -> Iterator[None]:
+    def call(self) -> Iterator[None]:
         """Hold the group for a call, or for a part of one; reentrant within a thread.
 
-        Args:
-            waits: Whether a call that overlaps another thread's call waits for its end. It runs
-                without the lock otherwise. The overlap is recorded in both cases.
+        A call that overlaps another thread's waits for its end.
         """
-        locked = self._lock.acquire(blocking=False)
-        if not locked:
+        if not self._lock.acquire(blocking=False):
             self._overlap = f"a call of {threading.current_thread().name} during another"
-            locked = waits and self._lock.acquire()
+            self._lock.acquire()
         try:
             yield
         finally:
-            if locked:
-                self._lock.release()
+            self._lock.release()
 
     @property
     def error(self) -> RuntimeError | None:
@@ -273,8 +285,8 @@ class GroupCalls:
 
     def check(self) -> None:
         """Raise :attr:`error`, if there is one."""
-        if self.error is not None:
-            raise self.error
+        if self._overlap and (error := self.error) is not None:
+            raise error
 
 
 def calls_on(group: Any) -> GroupCalls:

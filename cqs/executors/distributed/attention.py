@@ -258,6 +258,7 @@ def _to_result(
     """Return what a call returns, as DTensors with the rows of ``query`` if there is a mesh."""
     if joint is not None:
         output, lse = joint.gather(answer.output), answer.lse
-        return Partial(output, joint.gather(lse) if return_lse else lse).to_result(return_lse)
-    output, lse = (as_dtensor(result, query, mesh) for result in answer)
-    return Partial(output, lse).to_result(return_lse)
+        answer = Partial(output, joint.gather(lse) if return_lse else lse)
+    elif mesh is not None:
+        answer = Partial(*(as_dtensor(result, query, mesh) for result in answer))
+    return answer.to_result(return_lse)

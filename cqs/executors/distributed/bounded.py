@@ -5,8 +5,8 @@ from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.exchange import BOUNDED_TURNS
 from cqs.executors.distributed.layout import Layout, Lengths, lay_out, make_chunks
-from cqs.executors.distributed.rank_task import BOUNDED_TURNS
 from cqs.executors.distributed.token_order import TokenOrder, predict_orders
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind

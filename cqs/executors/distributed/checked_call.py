@@ -104,7 +104,7 @@ def check_call(
         ValueError: An argument does not fit.
         NotImplementedError: The tensors are not supported.
     """
-    joined = joined_group(group_of(group, query))
+    joined = joined_group(group, query)
     rows, parts = NO_ROWS, None
     if joint is None or isinstance(joint, JointRows):
         rows = joint or NO_ROWS
@@ -158,7 +158,7 @@ def _find_known(
         return None
     # The fields apart: equal values of different types are different options.
     choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
-    given = [options.get(name, default) for name, default in _DEFAULTS.items()]
+    given = map(options.get, _DEFAULTS, _DEFAULTS.values())
     config = dist.get_backend_config(group)
     call = group.size(), config, is_captured(query.device), rows, *choices, *given
     return find_known(_make_known, query, key, value, *call)
@@ -257,17 +257,20 @@ def _check_prepared(values: Mapping[str, Any], prepared: Mapping[str, Any]) -> N
             raise ValueError(f"{name} must be as prepared, {prepared[name]}, got {values[name]}")
 
 
-def joined_group(group: Any) -> Any:
+def joined_group(group: Any, query: Any) -> Any:
     """Return a group that this process has joined, or raise TypeError or ValueError.
 
     Args:
-        group: The process group; ``None`` means the default group.
+        group: The process group or mesh; ``None`` means that of a DTensor, or the default group.
+        query: The query of the call.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
+    if hasattr(query, "placements") or not isinstance(group, dist.ProcessGroup | None):
+        group = group_of(group, query)
     if group is None:
         return dist.group.WORLD
     rule = f"group must be one that rank {dist.get_rank()}, this process, has joined"

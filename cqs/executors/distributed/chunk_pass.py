@@ -1,6 +1,6 @@
 """One head chunk of a rank's task in one pass: receive, compute, return, merge, free."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -8,25 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqs.executors.distributed.exchange import (
-    Exchange,
-    HeadsOfRanks,
-    by_heads,
-    by_route,
-    schedule_back,
-)
+from cqs.executors.distributed.exchange import Exchange, lay_out_fetch, lay_out_return
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.route import Route
-from cqs.executors.distributed.split_steps import see_only, span_of
-from cqs.executors.distributed.transport.row_copies import copy_rows
-from cqs.executors.distributed.transport.transfer import Transfer
-from cqs.partial import Gradients, Partial, RunningMerge, lse_dtype, merge_rows, sum_rows
-from cqs.scheduler import Step
+from cqs.executors.distributed.shard_results import (
+    add_gradients,
+    by_heads,
+    narrow,
+    place_results,
+)
+from cqs.executors.distributed.transport.transfer import Fill, PacketLayout, Transfer
+from cqs.partial import Gradients, Partial, RunningMerge, lse_dtype, merge_rows
 from cqs.scheduler.rounds import KEYS, QUERIES, ChunkRounds, Round
 from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Tensors of queries, and of keys."""
+PacketLayouts = dict[Any, list[PacketLayout]]
+"""Layouts of the packets of every exchange of a rank's task, made in its first call."""
 
 
 class ChunkPass(ChunkRounds[Route]):
@@ -38,7 +37,7 @@ class ChunkPass(ChunkRounds[Route]):
         exchange: Exchange,
         chunk: HeadChunk,
         worker: Worker,
-        turns: Iterator[int],
+        packets: PacketLayouts,
         sent: Sides,
     ) -> None:
         """Prepare the pass.
@@ -48,28 +47,33 @@ class ChunkPass(ChunkRounds[Route]):
             exchange: The exchange of the pass.
             chunk: The heads to compute.
             worker: Worker for these heads.
-            turns: Numbers of the chunk's exchanges.
+            packets: Layouts of packets; new ones are added.
             sent: Tensors of this rank's shard, all heads, that ranks send to each other.
         """
         super().__init__(layout.rounds)
         self.layout, self.chunk, self._worker = layout, chunk, worker
-        self._exchange, self._turns, self._sent = exchange, turns, sent
+        self._exchange, self._packets, self._sent = exchange, packets, sent
         self._held: tuple[list[Tensor], list[Tensor]] = [], []
         """Tensors of all tokens that the rank holds, with the heads of the chunk."""
 
     def fetch(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
         """Send this rank's tokens, and begin to receive those of others."""
-        tensors = [tensor for side in sides for tensor in self._sent[side]]
-        owners = [side for side in sides for _ in self._sent[side]]
+        tensors, owners = list[Tensor](), list[int]()
+        for side in sides:
+            tensors += self._sent[side]
+            owners += [side] * len(self._sent[side])
         if self.layout.is_bounded and (route := current.routes[sides[0]]).is_local:
             own = self.chunk.heads[sides[0]][route.rank]
             rows = next(iter(route.sends[route.rank]), range(0))
             return Transfer(
-                [_narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
+                [narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
             )
-        heads = [self.chunk.heads[side] for side in owners]
-        routes = [current.routes[side] for side in owners]
-        return self._exchange.fetch(next(self._turns), tensors, heads, routes)
+        key = type(self), self.chunk.index, current.routes, sides
+        if key not in self._packets:
+            heads = [self.chunk.heads[side] for side in owners]
+            routes = [current.routes[side] for side in owners]
+            self._packets[key] = lay_out_fetch(tensors, heads, routes)
+        return self._exchange.send(self.chunk.index, tensors, self._packets[key])
 
     def hold(self, sides: tuple[int, ...], transfer: Transfer) -> None:
         """Wait for tokens and hold them."""
@@ -87,12 +91,21 @@ class ChunkPass(ChunkRounds[Route]):
         """Add results for this rank's shard to others."""
         raise NotImplementedError
 
+    def send_back(
+        self, results: Sequence[Tensor], routes: Sequence[Route], fill: Fill | None = None
+    ) -> Transfer:
+        """Send results to the owners of their tokens, by the routes of these."""
+        key = type(self), self.chunk.index, *routes
+        if key not in self._packets:
+            self._packets[key] = lay_out_return(results, routes, has_copies=fill is None)
+        return self._exchange.send(self.chunk.index, results, self._packets[key], fill)
+
     def _held_tokens(self, current: Round[Route]) -> list[HeldTokens]:
         """Return query, key, value and the other tensors of queries with their positions."""
         (query, *others), (key, value) = self._held
-        queries, keys = (route.held for route in current.routes)
-        ranges = queries, keys, keys, *(queries for _ in others)
-        return list(map(HeldTokens.packed, (query, key, value, *others), ranges))
+        queries, keys = current.routes[QUERIES].held, current.routes[KEYS].held
+        ranges = queries, keys, keys, *[queries] * len(others)
+        return list(map(HeldTokens, (query, key, value, *others), ranges))
 
 
 class ForwardPass(ChunkPass):
@@ -119,11 +132,10 @@ class ForwardPass(ChunkPass):
         self.kept: list[Tensor] = []
         """Query, key and value that were received, and final results."""
         self._answer, self._sinks, self._with_lse, self._keep = answer, sinks, with_lse, keep
-        heads = dict.fromkeys(self.chunk.query_heads)
-        self._places = {span: Partial(*(_narrow(part, span) for part in answer)) for span in heads}
         self._merges: dict[range, RunningMerge] = {}
         if self.layout.is_bounded:
-            self._merges = {span: RunningMerge(place) for span, place in self._places.items()}
+            for heads in dict.fromkeys(self.chunk.query_heads):
+                self._merges[heads] = RunningMerge(self._place(heads))
         self._results: Partial | None = None
         self._merge: RunningMerge | None = None
         """Merges the results of a batch of queries, past which keys are streamed."""
@@ -162,10 +174,7 @@ class ForwardPass(ChunkPass):
         results, self._results = self._results, None
         if self._merge is not None:
             results, self._merge = self._merge.finish(), None
-        route = current.routes[QUERIES]
-        return self._exchange.send_back(
-            next(self._turns), results or self._empty_results(0), [route, route]
-        )
+        return self.send_back(results or self._empty_results(0), [current.routes[QUERIES]] * 2)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
@@ -174,19 +183,18 @@ class ForwardPass(ChunkPass):
         if self.layout.is_final:
             done = None if self._keep else rank
             for target, result, fill in zip(self._answer, received, (0, -torch.inf), strict=False):
-                _place([target], [result], [heads], route, fill, done=done)
+                place_results([target], [result], [heads], route, fill, done=done)
             return
-        outputs, lses = (by_heads(part, route, heads) for part in received)
-        for group, place in self._places.items():
-            parts = [
-                (Partial(output, lse), rows)
-                for (output, rows), (lse, _) in zip(outputs[group], lses[group], strict=True)
-            ]
-            if self.layout.is_bounded:
-                for part in parts:
-                    self._merges[group].add_own(*part)
-            else:
-                merge_rows(place, parts + self._own * (group == heads[rank]))
+        output, lse = received
+        for group, places in by_heads(route, heads).items():
+            parts = []
+            for part, rows in places:
+                parts.append((Partial(output[:, :, part], lse[:, :, part]), rows))
+            if not self.layout.is_bounded:
+                merge_rows(self._place(group), parts + self._own * (group == heads[rank]))
+                continue
+            for partial, rows in parts:
+                self._merges[group].add_own(partial, rows)
 
     def finish(self) -> None:
         """Write the answer, and free all other results."""
@@ -194,6 +202,12 @@ class ForwardPass(ChunkPass):
         self._own.clear()
         while self._merges:
             self._merges.popitem()[1].finish()
+
+    def _place(self, heads: range) -> Partial:
+        """Return the answer of a range of heads."""
+        if len(heads) == self._answer.lse.shape[1]:
+            return self._answer
+        return Partial(*(narrow(part, heads) for part in self._answer))
 
     def _send_results(self) -> Transfer:
         """Compute results for other ranks in the send buffer, or in new tensors if they are kept.
@@ -209,23 +223,23 @@ class ForwardPass(ChunkPass):
             self.kept += [query, *keys, *(results if is_kept else ())]
         if is_kept:
             self.compute_away(results)
-            return self._exchange.send_back(next(self._turns), sent, [route] * len(sent))
+        return self.send_back(sent, [route] * len(sent), None if is_kept else self._fill)
 
-        def make(places: list[Tensor]) -> None:
-            output, *lse = places
-            if not lse:  # the kernel writes the LSE, which is not sent
-                lse = [results.lse.new_empty(output.shape[:3])]
-            self.compute_away(Partial(output, *lse))
-
-        return self._exchange.send_computed(next(self._turns), sent, route, make)
+    def _fill(self, places: list[Tensor]) -> None:
+        """Compute results for other ranks in the send buffer, ``[rows, batch, heads, ...]``."""
+        output = places[0].movedim(0, 2)
+        if len(places) > 1:
+            lse = places[1].movedim(0, 2)
+        else:  # the kernel writes the LSE, which is not sent
+            lse = output.new_empty(output.shape[:3], dtype=lse_dtype(output.dtype))
+        self.compute_away(Partial(output, lse))
 
     def compute_away(self, results: Partial) -> None:
         """Write the results of the received queries to ``results``."""
-        query = HeldTokens.packed(self._held[QUERIES][0], self.layout.query_route.held)
-        steps = self.layout.away_steps
-        self._worker.run_steps(
-            steps, query, *self._held_keys(steps), sinks=self._sinks, into=results
-        )
+        layout = self.layout
+        query = HeldTokens(self._held[QUERIES][0], layout.query_route.held)
+        held = query, *self._held_keys(layout.away_sees_own)
+        self._worker.run_steps(layout.away_steps, *held, sinks=self._sinks, into=results)
 
     def _compute_home(self) -> None:
         """Compute the shard's queries with keys of other ranks, if there are such steps.
@@ -237,11 +251,11 @@ class ForwardPass(ChunkPass):
             return
         query, seeing = self._own_tokens[0], layout.queries
         if layout.is_final and not self._keep:
-            into = self._places[self.chunk.query_heads[layout.rank]]
+            into = self._place(self.chunk.query_heads[layout.rank])
         else:
-            seeing = span_of(steps)
-            query = HeldTokens.packed(query.take([seeing]), (seeing,))
-        held = query, *self._held_keys(steps)
+            seeing = layout.home_queries
+            query = HeldTokens(query.take([seeing]), (seeing,))
+        held = query, *self._held_keys(layout.home_sees_own)
         results = self._worker.run_together(steps, *held, sinks=self._sinks, into=into)
         first = seeing.start - layout.queries.start
         self._own.append((results, slice(first, first + len(seeing))))
@@ -249,19 +263,18 @@ class ForwardPass(ChunkPass):
     @cached_property
     def _own_tokens(self) -> list[HeldTokens]:
         """Return query, key and value of the shard for the heads of the chunk."""
-        layout = self.layout
+        layout, own = self.layout, list[HeldTokens]()
         ranges = layout.queries, layout.keys, layout.keys
-        shards = [tensor for tensors in self._sent for tensor in tensors]
-        return [
-            HeldTokens.packed(_narrow(shard, heads[layout.rank]), (tokens,))
-            for shard, heads, tokens in zip(shards, self.chunk.heads, ranges, strict=True)
-        ]
+        shards = *self._sent[QUERIES], *self._sent[KEYS]
+        for shard, heads, tokens in zip(shards, self.chunk.heads, ranges, strict=True):
+            own.append(HeldTokens(narrow(shard, heads[layout.rank]), (tokens,)))
+        return own
 
-    def _held_keys(self, steps: Sequence[Step]) -> list[HeldTokens]:
-        """Return keys and values for steps: this rank's shard if it has them all, else received."""
-        if see_only(self.layout.keys, steps):
+    def _held_keys(self, is_own: bool) -> list[HeldTokens]:
+        """Return keys and values of this rank's shard, or those received."""
+        if is_own:
             return self._own_tokens[1:]
-        return [HeldTokens.packed(kv, self.layout.key_route.held) for kv in self._held[KEYS]]
+        return list(map(HeldTokens, self._held[KEYS], [self.layout.key_route.held] * 2))
 
     def _empty_results(self, num_rows: int) -> Partial:
         """Return uninitialised partial outputs of this rank's heads."""
@@ -293,7 +306,7 @@ class BackwardPass(ChunkPass):
         """For each gradient and range of heads, its place and its sum, if parts are added."""
         if self.layout.is_bounded:
             for gradient, heads in zip(gradients(), self.chunk.heads, strict=True):
-                places = {group: _narrow(gradient, group) for group in dict.fromkeys(heads)}
+                places = {group: narrow(gradient, group) for group in dict.fromkeys(heads)}
                 self._sums.append({group: (part, _sum_of(part)) for group, part in places.items()})
 
     def compute(self, current: Round[Route]) -> None:
@@ -321,20 +334,20 @@ class BackwardPass(ChunkPass):
             results += [gradient.to(dtype) for gradient in self._results[side]]
             routes += [current.routes[side]] * len(self._results[side])
             self._results[side].clear()
-        return self._exchange.send_back(next(self._turns), results, routes)
+        return self.send_back(results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Add gradients of this rank's shard, or write their sum if they are all there are."""
         if not self.layout.is_bounded:
-            _add_up(self._gradients(), received, self.layout, self.chunk)
+            add_gradients(self._gradients(), received, self.layout, self.chunk)
             return
         (side,) = sides  # of query, key and value, keys come after queries
         for number, tensor in enumerate(received, side):
-            groups = by_heads(tensor, current.routes[side], self.chunk.heads[number])
-            for heads, parts in groups.items():
+            groups = by_heads(current.routes[side], self.chunk.heads[number])
+            for heads, places in groups.items():
                 total = self._sums[number][heads][1]
-                for part, rows in parts:
-                    total[:, :, rows] += part
+                for part, rows in places:
+                    total[:, :, rows] += tensor[:, :, part]
 
     def finish(self) -> None:
         """Write the gradients, and free their sums."""
@@ -349,64 +362,3 @@ def _sum_of(place: Tensor) -> Tensor:
     """Return zeros to add gradients to: the place itself if its dtype is wide enough."""
     dtype = lse_dtype(place.dtype)
     return place if place.dtype == dtype else place.new_zeros(place.shape, dtype=dtype)
-
-
-def _narrow(tensor: Tensor, heads: range) -> Tensor:
-    if len(heads) == tensor.shape[1]:
-        return tensor
-    return tensor[:, heads.start : heads.stop]
-
-
-def _place(
-    targets: Sequence[Tensor],
-    received: Sequence[Tensor],
-    heads: Sequence[HeadsOfRanks],
-    route: Route,
-    nothing: float,
-    *,
-    done: int | None = None,
-) -> None:
-    """Copy results of which each row and head was received at most once into the shards.
-
-    Args:
-        targets: This rank's tensors, each ``[batch, heads, rows, ...]``; written to.
-        received: Results of other ranks, each ``[batch, heads of a rank, rows, ...]``.
-        heads: For each target, the heads of every rank.
-        route: The route by which this rank sent the tokens out.
-        nothing: Value for rows that no rank sent.
-        done: Rank whose heads are in the targets already, except the rows received, if any.
-    """
-    for target, groups in zip(targets, heads, strict=True):
-        num_rows = dict.fromkeys(groups, 0)
-        for group, number in zip(groups, route.lengths, strict=True):
-            num_rows[group] += number
-        if done is not None:
-            del num_rows[groups[done]]
-        for group, number in num_rows.items():
-            if number < target.shape[2]:
-                _narrow(target, group).fill_(nothing)
-    copy_rows(received, targets, schedule_back(route, tuple(heads)))
-
-
-def _add_up(
-    gradients: Gradients, received: Sequence[Tensor], layout: Layout, chunk: HeadChunk
-) -> None:
-    """Write the sum of the received gradients of each row and head into this rank's gradients.
-
-    Args:
-        gradients: This rank's gradients; written to.
-        received: Gradients that other ranks sent back.
-        layout: The rank's work and routing tables.
-        chunk: The heads of the gradients.
-    """
-    heads = chunk.heads
-    for route, chosen in by_route(received, layout.routes):
-        # One rank alone has the gradient of a row and head: of final queries, or of its own heads.
-        once = [
-            n for n in chosen if layout.is_final and n == 0 or len({*heads[n]}) == len(heads[n])
-        ]
-        targets, sent = [gradients[n] for n in once], [received[n] for n in once]
-        _place(targets, sent, [heads[n] for n in once], route, 0)
-        for n in set(chosen).difference(once):
-            for group, parts in by_heads(received[n], route, heads[n]).items():
-                sum_rows(_narrow(gradients[n], group), parts)

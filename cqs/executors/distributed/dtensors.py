@@ -74,16 +74,14 @@ def to_local_copy(name: str, tensor: Any) -> Any:
     return tensor.to_local(grad_placements=[Partial()])
 
 
-def as_dtensor(shard: Tensor, query: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+def as_dtensor(shard: Tensor, query: Tensor, mesh: "DeviceMesh") -> Tensor:
     """Return the DTensor of a shard of the result, with the rows of ``query``.
 
     Args:
         shard: ``[batch, num_heads, rows]`` or ``[batch, num_heads, rows, value_dim]``.
         query: The DTensor ``query``.
-        mesh: Its mesh; ``None`` returns the shard.
+        mesh: Its mesh.
     """
-    if mesh is None:
-        return shard
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*shard.shape[:2], query.shape[2], *shard.shape[3:]))

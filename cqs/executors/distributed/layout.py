@@ -28,6 +28,9 @@ from cqs.scheduler.workload import Workload
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
 
+HeadsOfRanks = tuple[range, ...]
+"""A range of heads for every rank; all ranges have one length."""
+
 Separate = Sequence[tuple[int, int]]
 """For every rank two numbers of queries, see :attr:`Layout.separate`."""
 _SLACK = 0.02
@@ -104,6 +107,21 @@ class Layout:
     def steps(self) -> tuple[Step, ...]:
         """All steps of this rank, which are its whole task."""
         return self.own_steps + self.home_steps + self.away_steps
+
+    @cached_property
+    def home_queries(self) -> range:
+        """Queries of the shard from the first home step to the last."""
+        return span_of(self.home_steps)
+
+    @cached_property
+    def home_sees_own(self) -> bool:
+        """Whether the home steps read keys of this rank's shard alone."""
+        return see_only(self.keys, self.home_steps)
+
+    @cached_property
+    def away_sees_own(self) -> bool:
+        """Whether the away steps read keys of this rank's shard alone."""
+        return see_only(self.keys, self.away_steps)
 
     @cached_property
     def num_keys(self) -> int:

@@ -11,14 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import (
-    Request,
-    Shards,
-    agree,
-    calls_on,
-    control_group,
-    swap,
-)
+from cqs.executors.distributed.agreement import Request, Shards, calls_on, control_group, swap
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout
 from cqs.executors.distributed.probe import Links, probe_links
@@ -26,11 +19,7 @@ from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.transfer import Transport
-from cqs.executors.distributed.transport.transports import (
-    count_sends,
-    ranks_per_host,
-    transport_of,
-)
+from cqs.executors.distributed.transport.transports import ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
@@ -84,7 +73,7 @@ class PreparedCalls:
         """Lay out the shards of all ranks; every rank calls this."""
         request, calls = Request({**self.values, "call": "prepare"}), calls_on(group)
         with calls.call():
-            shards = _agree(group, request, problem)
+            shards = calls.compare(control_group(group), request, _own_numbers(problem))
             placement = self._place(group, problem, shards)
             self._lay_out_parts(placement, placement.bind(problem, shards.seed))
         calls.check()
@@ -102,8 +91,8 @@ class PreparedCalls:
         """
         calls = calls_on(group)
         with calls.call():
-            shards, number = _agree(group, self._request, problem), calls.num_calls
-            calls.num_calls += 1
+            shards = calls.compare(control_group(group), self._request, _own_numbers(problem))
+            number, calls.num_calls = calls.num_calls, calls.num_calls + 1
             answer = self._attend(group, problem, shards, number)
         # With gradients the backward pass checks: other ranks wait for this one to run it.
         if not answer.output.requires_grad:
@@ -114,18 +103,16 @@ class PreparedCalls:
         """Compute this rank's queries, given the shard lengths of all ranks."""
         values, placement = self.values, self._place(group, problem, shards)
         problem = placement.bind(problem, shards.seed)
-        if problem.differs_by_head and placement.limit is not None:
+        if placement.limit is not None and problem.differs_by_head:
             self._lay_out_parts(placement, problem)
         if problem.terms is not None and (bias := problem.terms.bias) is not None:
             if not has_own_rows(group, bias, problem.query.shape[2]):
                 # Every rank has all rows of such a bias, so none is exchanged.
                 problem = replace(problem, terms=replace(problem.terms, held=None))
-        keep, verify = values["requires_grad"], values["verify"]
-        with_lse = _sends_lse(problem, values)
 
         def attend(part: Problem) -> Attended:
             task, terms = self._lay_out(placement, part), None
-            shapes = [tensor.shape for tensor in (part.query, part.key, part.value)]
+            shapes = part.query.shape, part.key.shape, part.value.shape
             if not part.query.shape[0]:  # no rank sends a row in either pass
                 empty = part.empty_answer()
                 return Attended(empty, (), lambda _, g, __: Gradients(*map(g.new_empty, shapes)))
@@ -139,9 +126,7 @@ class PreparedCalls:
                 task_terms, bias = None, tuple[Tensor, ...]()
                 if terms is not None and part.terms is not None:
                     task_terms, bias = terms.gather(part.terms)
-                answer, kept = task.attend(
-                    part, task_terms, with_lse=with_lse, keep=keep, number=number
-                )
+                answer, kept = task.attend(part, task_terms, number)
 
             num_bias = len(bias)
 
@@ -158,7 +143,7 @@ class PreparedCalls:
             return Attended(answer, (*kept, *bias), differentiate)
 
         answer = attend_differentiably(problem, attend)
-        if verify:
+        if values["verify"]:
             verify_shards(group, problem, answer, shards)
         return answer
 
@@ -279,7 +264,8 @@ class _Placement:
         chosen = {complete.choose_backend(*tensors, steps).name for steps in groups}
         if len(chosen) == 1:
             worker = replace(worker, chosen=BACKENDS[chosen.pop()])
-        return RankTask(self.transport, layout, worker)
+        keeps = values["requires_grad"]
+        return RankTask(self.transport, layout, worker, _sends_lse(part, values), keeps)
 
     def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
         """Return the layout of a rank."""
@@ -322,17 +308,16 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
     calls = calls_on(group)
     with calls.call():
         request = Request({"call": f"the backward pass of call {number}"})
-        agree(group, request, num_exchanges=count_sends(group))
+        calls.compare(control_group(group), request)
         gradients = compute(number=number)
     calls.check()
     return gradients
 
 
-def _agree(group: Any, request: Request, problem: Problem) -> Shards:
-    """Compare a request with those of all ranks, and return their shard lengths."""
+def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:
+    """Return the numbers of this rank of which :class:`Shards` has those of all ranks."""
     query, seed = problem.query, 0 if problem.dropout is None else problem.dropout.seed
-    own = query.shape[2], problem.key.shape[2], seed, _machine_of(query.device)
-    return agree(group, request, own, num_exchanges=count_sends(group))
+    return query.shape[2], problem.key.shape[2], seed, _machine_of(query.device)
 
 
 @lru_cache

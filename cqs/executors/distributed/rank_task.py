@@ -1,16 +1,22 @@
 """Forward and backward pass of one rank: its task of the plan and the exchanges around it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import count, repeat
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from cqs.executors.autograd import Kept
-from cqs.executors.distributed.chunk_pass import BackwardPass, ChunkPass, ForwardPass, Sides
+from cqs.executors.distributed.chunk_pass import (
+    BackwardPass,
+    ChunkPass,
+    ForwardPass,
+    PacketLayouts,
+    Sides,
+)
 from cqs.executors.distributed.exchange import Exchange
 from cqs.executors.distributed.layout import HeadChunk, Layout
 from cqs.executors.distributed.transport.streams import open_streams
@@ -25,8 +31,6 @@ from cqs.worker import Worker
 _MOST_AT_ONCE = 196_608
 """Number of keys of a rank above which the head chunks of a forward pass run one after another.
 Keys and values of two concurrent chunks would exceed the L2 cache and make both slower."""
-BOUNDED_TURNS = 2
-"""Number of exchanges in transit in one direction if memory is limited."""
 _ChunkPass = TypeVar("_ChunkPass", bound=ChunkPass)
 
 
@@ -46,14 +50,17 @@ class RankTask:
     """The rank's work and routing tables."""
     worker: Worker
     """Worker for all heads; its dropout mask is that of the whole problem."""
+    with_lse: bool
+    """Whether the LSE of the answer is required; otherwise it may stay uninitialised."""
+    keeps: bool
+    """Whether to keep tensors for the backward pass."""
+    packets: PacketLayouts = field(default_factory=dict)
+    """Layouts of the packets of its exchanges."""
 
     def attend(
         self,
         problem: Problem,
         terms: ScoreTerms | None = None,
-        *,
-        with_lse: bool,
-        keep: bool,
         number: int = 0,
     ) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
@@ -61,9 +68,6 @@ class RankTask:
         Args:
             problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
             terms: Score terms of the heads and tokens of this rank's task, of all head chunks.
-            with_lse: Whether the LSE of the answer is required; otherwise it may stay
-                uninitialised.
-            keep: Whether to keep tensors for the backward pass.
             number: Number of the call on its group; equal on all ranks.
 
         Returns:
@@ -74,26 +78,26 @@ class RankTask:
         """
         layout, sinks = self.layout, problem.sinks
         shards, answer = (problem.query, problem.key, problem.value), problem.empty_answer()
-        at_once = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
+        most = 1 if layout.num_keys > _MOST_AT_ONCE else self.transport.num_streams
         final_sinks = sinks if layout.is_final else None
 
-        def make(chunk: HeadChunk, exchange: Exchange, turns: Iterator[int]) -> ForwardPass:
+        def make(exchange: Exchange, chunk: HeadChunk) -> ForwardPass:
             heads, worker = chunk.query_heads[layout.rank], self._worker_of(chunk, terms)
             return ForwardPass(
-                *(layout, exchange, chunk, worker, turns, (shards[:1], shards[1:])),
+                *(layout, exchange, chunk, worker, self.packets, (shards[:1], shards[1:])),
                 answer=answer,
                 sinks=None if final_sinks is None else final_sinks[heads.start : heads.stop],
-                with_lse=with_lse,
-                keep=keep,
+                with_lse=self.with_lse,
+                keep=self.keeps,
             )
 
-        passes = self._run(make, problem.query.device, number, at_once)
+        passes = self._run(make, problem.query.device, number, most)
         if final_sinks is not None:  # rows with keys were computed with them
             row_sinks = final_sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
             torch.maximum(answer.lse, row_sinks, out=answer.lse)
         elif sinks is not None:
             add_sinks(answer, sinks)
-        if not keep:
+        if not self.keeps:
             return answer, ()
         kept = shards if layout.is_bounded else [tensor for one in passes for tensor in one.kept]
         return answer, (*kept, *(() if layout.is_final else answer))
@@ -125,13 +129,11 @@ class RankTask:
             sent = (query, *sent[QUERIES]), keys
         num_kept = len(kept) // len(layout.chunks)
 
-        def make(chunk: HeadChunk, exchange: Exchange, turns: Iterator[int]) -> BackwardPass:
+        def make(exchange: Exchange, chunk: HeadChunk) -> BackwardPass:
             held = kept[chunk.index * num_kept :][:num_kept]
-            return BackwardPass(
-                *(layout, exchange, chunk, self._worker_of(chunk, terms), turns, sent),
-                gradients=gradients,
-                kept=held,
-            )
+            worker = self._worker_of(chunk, terms)
+            fields = layout, exchange, chunk, worker, self.packets, sent
+            return BackwardPass(*fields, gradients=gradients, kept=held)
 
         streams = self.transport.num_streams
         self._run(make, grad_output.device, number, streams, allocate=gradients)
@@ -144,34 +146,29 @@ class RankTask:
 
     def _run(
         self,
-        make: Callable[[HeadChunk, Exchange, Iterator[int]], _ChunkPass],
+        make: Callable[[Exchange, HeadChunk], _ChunkPass],
         device: torch.device,
         number: int,
-        at_once: int,
-        allocate: Callable[[], object] = lambda: None,
+        most: int,
+        allocate: Callable[[], object] | None = None,
     ) -> list[_ChunkPass]:
         """Run the passes of all head chunks, and return them unless memory is limited.
 
         Args:
-            make: Makes the pass of a head chunk, given the exchange and the numbers of its turns.
+            make: Makes the pass of a head chunk.
             device: Device of the tensors.
             number: Number of the call.
-            at_once: Number of head chunks that may be computed at the same time.
+            most: Most head chunks that may be computed at the same time.
             allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
         chunks, is_bounded = self.layout.chunks, self.layout.is_bounded
-        num_turns, at_once = (BOUNDED_TURNS, 1) if is_bounded else (len(chunks), at_once)
-        with (
-            Exchange(self.transport, number, num_turns) as exchange,
-            open_streams(device, min(at_once, len(chunks))) as on_stream,
-        ):
-            turns = count()
-            passes = (
-                make(chunk, exchange, turns if is_bounded else repeat(chunk.index))
-                for chunk in chunks
-            )
-            most = None if is_bounded else self.transport.num_turns
-            return run_chunks(passes, most, on_stream, allocate)
+        num_chunks = None if is_bounded else len(chunks)
+        num_turns = None if is_bounded else self.transport.num_turns
+        at_once = 1 if is_bounded else min(most, len(chunks))
+        streams = nullcontext(nullcontext) if at_once == 1 else open_streams(device, at_once)
+        with Exchange(self.transport, number, num_chunks) as exchange, streams as on_stream:
+            passes = map(partial(make, exchange), chunks)
+            return run_chunks(passes, num_turns, on_stream, allocate)
 
     def _worker_of(self, chunk: HeadChunk, terms: ScoreTerms | None) -> Worker:
         heads, worker = chunk.query_heads[self.layout.rank], self.worker

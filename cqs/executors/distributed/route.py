@@ -41,7 +41,7 @@ class Route:
     rank: int
     """The rank that this routing table belongs to."""
 
-    @property
+    @cached_property
     def held(self) -> tuple[range, ...]:
         """Positions of the received tokens: ascending ranges, in the order of the ranks."""
         return self.wanted[self.rank]

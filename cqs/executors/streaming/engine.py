@@ -163,8 +163,8 @@ def _prepare(
         shift = queries.start - keys.start
         queries, keys = range(len(queries)), range(len(keys))
     query_tensors, key_tensors = plan.sides(held, streamed)
-    query, *others = (HeldTokens.packed(tensor, [queries]) for tensor in query_tensors)
-    key_and_value = (HeldTokens.packed(tensor, [keys]) for tensor in key_tensors)
+    query, *others = (HeldTokens(tensor, (queries,)) for tensor in query_tensors)
+    key_and_value = (HeldTokens(tensor, (keys,)) for tensor in key_tensors)
     return worker, [plan.steps(queries, keys, shift), query, *key_and_value, *others]
 
 

@@ -1,8 +1,7 @@
 """The transport that sends packets as messages of torch.distributed."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,36 +75,28 @@ class MessageTransport(Transport):
         if not messages:
             return []
         # One batch: messages posted one by one can wait for each other in a cycle of ranks.
-        with _raising_lost_error():
+        try:
             works = dist.batch_isend_irecv(messages)
+        except RuntimeError as error:
+            raise _lost(error) from error
 
         def wait(timeout: timedelta | None) -> None:
-            posted = [[op] for op in messages] if len(works) == len(messages) else [messages]
-            with _raising_lost_error():
-                for work, waited_for in zip(works, posted, strict=True):
-                    _wait_for(work, waited_for, timeout)
+            limit = [] if timeout is None else [timeout]
+            for i, work in enumerate(works):
+                try:
+                    work.wait(*limit)
+                except RuntimeError as error:  # a work may stand for all messages
+                    is_one = len(works) == len(messages)
+                    raise _lost(error, messages[i].group_peer if is_one else None) from error
             messages.clear()  # releases the packed rows, which the messages read until now
 
         return [wait]
 
 
-def _wait_for(work: dist.Work, messages: Sequence[dist.P2POp], timeout: timedelta | None) -> None:
-    """Wait for a message, or for several; if it is one, an error names the other rank."""
-    try:
-        work.wait(*([] if timeout is None else [timeout]))
-    except RuntimeError as error:
-        if len(messages) != 1:
-            raise
-        raise RuntimeError(f"rank {messages[0].group_peer}: {error}") from error
-
-
-@contextmanager
-def _raising_lost_error() -> Iterator[None]:
-    """Raise a RuntimeError of torch.distributed as LostError."""
-    try:
-        yield
-    except RuntimeError as lost:
-        raise LostError(
-            "rows of other ranks were not received: a rank has failed or did not make this call; "
-            f"restart all ranks of the group ({lost})"
-        ) from lost
+def _lost(error: RuntimeError, rank: int | None = None) -> LostError:
+    """Return the error for one of torch.distributed, about a message of a rank if it is known."""
+    reason = error if rank is None else f"rank {rank}: {error}"
+    return LostError(
+        "rows of other ranks were not received: a rank has failed or did not make this call; "
+        f"restart all ranks of the group ({reason})"
+    )

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.agreement import control_group, swap, timeout_of
+from cqs.executors.distributed.agreement import calls_on, control_group, swap, timeout_of
 from cqs.executors.distributed.transport import cuda_driver
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory
 from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
@@ -81,8 +81,7 @@ class PeerMemory(Transport):
         self._timeout = timeout_of(group)
         self.peak_bytes = 0
         """Peak size of the send buffer that a call required, in bytes."""
-        self.num_sends = 0
-        """Number of sends in all passes that were not captured in a CUDA graph."""
+        self._calls = calls_on(group)
         self._is_captured = False
         """Whether a CUDA graph captures this pass."""
         self._epoch = 0
@@ -181,7 +180,7 @@ class PeerMemory(Transport):
             self._check_released()
             self._unread = unread
             self._epoch += 1
-            self.num_sends += not self._is_captured
+            self._calls.num_sends += not self._is_captured
             assert self._opened is not None
             stream.wait_event(self._opened)  # a peer resets its flags at the end of its last pass
             for reader in readers:

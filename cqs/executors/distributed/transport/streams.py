@@ -5,7 +5,7 @@ stream, starts on them.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 
 import torch
@@ -21,13 +21,9 @@ def open_streams(device: torch.device, number: int) -> Iterator[OnStream]:
     The allocator reuses memory that was freed on one of the streams on the same stream only.
 
     Args:
-        device: Device of the streams.
-        number: Number of streams; turns use them in rotation. If it is 1, or if there is no GPU,
-            the current stream is used.
+        device: The GPU of the streams.
+        number: Number of streams; turns use them in rotation.
     """
-    if device.type != "cuda" or number == 1:
-        yield lambda turn: nullcontext()
-        return
     streams = _streams(device, number)
     with torch.cuda.device(device):
         outside = torch.cuda.current_stream()

@@ -66,31 +66,35 @@ class PacketLayout:
         """Size of one packed row in bytes."""
         return math.prod(self.row_shape) * self.itemsize
 
+    @cached_property
+    def stays_home(self) -> bool:
+        """Whether these are results of which this rank neither sends nor receives any."""
+        return self.is_home and self.route.stays
+
     def by_source(self, rows: Tensor) -> list[Tensor]:
         """Return views ``[batch, heads, rows, ...]`` of packed rows, one for each source."""
         packed = rows.movedim(0, 2)
         return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
 
 
-@dataclass(frozen=True)
 class Packet:
     """Rows of several tensors that follow one route and are packed into one message per rank."""
 
-    layout: PacketLayout
-    sources: Sequence[Tensor]
-    """Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for the heads."""
-    views: list[Tensor] | None = None
-    """Parts of the sources that take the place of the received rows, if no rows are exchanged."""
+    def __init__(self, layout: PacketLayout, sources: Sequence[Tensor]) -> None:
+        """Allocate the receive buffer.
 
-    @cached_property
-    def received(self) -> Tensor:
-        """Uninitialised receive buffer, ``[rows, batch, heads, ...]``, ordered by sending rank."""
-        return self.new_rows(self.layout.num_received)
-
-    @cached_property
-    def received_by_source(self) -> list[Tensor]:
-        """Views of :attr:`received`, ``[batch, heads, rows, ...]``, one for each source."""
-        return self.layout.by_source(self.received) if self.views is None else self.views
+        Args:
+            layout: Route, heads and row shape.
+            sources: Tensors ``[batch, heads, rows, ...]`` of one dtype, equal in shape except for
+                the heads. If no results move, they take the place of the received ones.
+        """
+        self.layout, self.sources = layout, sources
+        self.received_by_source = sources
+        """Tensors ``[batch, heads, rows, ...]`` of the received rows, one for each source."""
+        if not layout.stays_home:
+            self.received = self.new_rows(layout.num_received)
+            """Uninitialised, ``[rows, batch, heads, ...]``, ordered by sending rank."""
+            self.received_by_source = layout.by_source(self.received)
 
     def new_rows(self, number: int) -> Tensor:
         """Allocate ``[number, batch, heads, ...]``, uninitialised."""

@@ -51,12 +51,6 @@ def ranks_per_host(group: Any) -> int:
     return min(len(list(ranks)) for _, ranks in groupby(hosts_of(group or dist.group.WORLD)))
 
 
-def count_sends(group: Any) -> int:
-    """Return the number of P2P sends of this rank; equal on all ranks unless one failed alone."""
-    peers = _peers.get(group or dist.group.WORLD)
-    return 0 if peers is None else peers.num_sends
-
-
 def release(group: Any, seconds: float) -> None:
     """Release the streams that wait for other ranks, for at most ``seconds``, after an abort."""
     if (peers := _peers.get(group)) is not None:

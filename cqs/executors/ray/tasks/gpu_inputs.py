@@ -87,14 +87,14 @@ class GpuInputs(Inputs):
             for tokens in ranges
         ]
         if is_loaded and len(ranges) == 1:
-            held = [HeldTokens([(ranges[0], rows)]) for rows in parts[0]]
+            held = [HeldTokens(rows, tuple(ranges)) for rows in parts[0]]
             return held, sum(rows.nbytes for rows in parts[0])
         held = []
         for tensors in zip(*parts, strict=True):
             packed = self._empty_like(tensors[0], sum(lengths))
             for place, rows in zip(packed.split(lengths, dim=2), tensors, strict=True):
                 self._fill(place, rows)
-            held.append(HeldTokens.packed(packed, ranges))
+            held.append(HeldTokens(packed, tuple(ranges)))
         return held, 0
 
     def bring(self, sent: "Blob | SharedTensor") -> Tensor:

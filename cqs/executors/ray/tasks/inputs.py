@@ -60,8 +60,9 @@ class Inputs:
             for tokens in ranges
         ]
         if must_join and len(ranges) > 1:
-            return [_join_rows(ranges, tensors) for tensors in zip(*parts, strict=True)], 0
-        held = [HeldTokens(zip(ranges, rows, strict=True)) for rows in zip(*parts, strict=True)]
+            joined = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
+            return [HeldTokens(rows, tuple(ranges)) for rows in joined], 0
+        held = [HeldTokens(None, tuple(ranges), rows) for rows in zip(*parts, strict=True)]
         return held, sum(tensor.nbytes for part in parts for tensor in part)
 
     def bring(self, sent: "Blob | SharedTensor") -> Tensor:
@@ -84,7 +85,3 @@ def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | 
     all_tokens, tensors = next(entry for entry in sent if tokens.start in entry[0])
     rows = slice(tokens.start - all_tokens.start, tokens.stop - all_tokens.start)
     return [(rows, tensor) for tensor in tensors]
-
-
-def _join_rows(ranges: Sequence[range], tensors: Sequence[Tensor]) -> HeldTokens:
-    return HeldTokens.packed(torch.cat(list(tensors), dim=2), ranges)

@@ -302,7 +302,7 @@ def differentiate_task(
     """Compute the gradients of a task by group, from the tensors of ``Worker.run_backward``."""
     ranges = task.held_queries, task.held_keys, task.held_keys
     gradients = worker.run_backward(task.steps, *held)
-    query_gradient, *key_gradients = map(HeldTokens.packed, gradients, ranges)
+    query_gradient, *key_gradients = map(HeldTokens, gradients, ranges)
     parts: TaskResults = {}
     for group in groups:
         side = key_gradients if group.is_of_keys else [query_gradient]
