@@ -56,7 +56,7 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     used, put_settings = [], Outbox.put_settings
 
     def note(outbox, *arguments):
-        used.append(outbox.is_shared)
+        used.append(outbox.is_on_gpu)
         return put_settings(outbox, *arguments)
 
     monkeypatch.setattr(Outbox, "put_settings", note)
@@ -65,7 +65,7 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     first = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=7)
     output = first.result()
     assert first.report.unload_seconds < 0.01
-    monkeypatch.setattr(gpu_cluster._pool, "shares_gpu_memory", False)
+    monkeypatch.setattr(gpu_cluster._pool, "shares_memory", False)
     assert torch.equal(gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7), output)
     assert used == [True, False]
 
@@ -73,12 +73,12 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
 def test_memory_that_was_made_in_inference_mode_serves_other_calls(gpu_cluster):
     problem = CASE.make()
     tensors = [tensor.detach() for tensor in leaves(problem, "cuda")]
-    gpu_cluster._pool.exported.clear()
+    gpu_cluster._pool.shared_memories.clear()
     with torch.inference_mode():
         first = gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
     second = gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7)
     assert torch.equal(first, second)
-    assert list(gpu_cluster._pool.exported) == [tensors[0].device]
+    assert list(gpu_cluster._pool.shared_memories) == [str(tensors[0].device)]
 
 
 def test_memory_of_a_call_is_freed(gpu_cluster):

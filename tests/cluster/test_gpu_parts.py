@@ -23,7 +23,7 @@ def test_no_failure_changes_a_bit():
             (host, [tensor.cuda() for tensor in host]), (num_gpus, 13)
         ):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cluster._pool, "shares_gpu_memory", False)
+                patch.setattr(cluster._pool, "shares_memory", False)
                 expected = both_passes(cluster, tensors, num_tasks=num_tasks)
             assert_kills_change_no_bit(cluster, tensors, expected, 1, choose, num_tasks=num_tasks)
-        assert cluster._pool.shares_gpu_memory
+        assert cluster._pool.shares_memory

@@ -1,14 +1,13 @@
 """The class of the actors, which the pool makes remote."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain, product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,17 +27,13 @@ from cqs.executors.ray.tasks.job import (
     TaskResults,
 )
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
+from cqs.executors.ray.tasks.shared_memory import SharedMemory, SharedTensor
 from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
-if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.device_memory import ExportedMemory, SharedTensor
-
-_ALIGNMENT = 64
-"""Bytes at whose multiples the memory of a result starts."""
 _Result = TypeVar("_Result")
-_SentParts = list[tuple[slice, "tuple[Blob | SharedTensor, ...]"]]
+_SentParts = list[tuple[slice, tuple[Blob | SharedTensor, ...]]]
 """Parts of a group that another actor reads."""
 
 
@@ -63,12 +58,10 @@ class TaskActor(ShardActor):
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
         self._kept: dict[tuple[Group, int], list[GroupPart]] = {}
         """Parts of the current run by group and task, until the group is merged here."""
-        self._exported: ExportedMemory | None = None
+        self._exported: SharedMemory | None = None
         """Parts of the current run that other actors read; None before the first."""
         self._backend: str | None = None
         """Name of the backend of the current task."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        """Memory of merged results; the next call may overwrite it."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
 
     def describe(self) -> ActorInfo:
@@ -110,7 +103,7 @@ class TaskActor(ShardActor):
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
             begun = time.time()
-            reports.append((report, self._pack(sums)))
+            reports.append((report, tuple(map(Blob, sums))))
             for group in call.kept:
                 parts = results[group]
                 self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
@@ -136,24 +129,23 @@ class TaskActor(ShardActor):
             were written to.
 
         Raises:
-            MemoryNotSharedError: The GPU memory of the driver cannot be accessed.
-            PartsLostError: The parts on the GPU of another actor cannot be accessed. All groups can
-                be merged again.
+            MemoryNotSharedError: The memory of the driver cannot be accessed.
+            PartsLostError: The parts in the memory of another actor cannot be accessed. All groups
+                can be merged again.
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
-        merged, sent, free = [], iter(returned), 0
+        merged, sent = [], iter(returned)
         for call in calls:
             others = {task: next(sent)[call.group] for task in call.returned}
-            merge = partial(self._merge_group, settings, call, others, free)
-            results, free = self._with_room(merge)
-            merged.append(() if settings.results[call.group.is_of_keys][0].shared else results)
+            merge = partial(self._merge_group, settings, call, others)
+            merged.append(self._with_room(merge))
         self._synchronize()
         for group, tasks in ((call.group, call.tasks) for call in calls):
             for task in tasks:
                 self._kept.pop((group, task), None)
         middle = time.perf_counter()
-        blobs = [self._pack(tensors) for tensors in merged]
+        blobs = [tuple(map(Blob, tensors)) for tensors in merged]
         end = time.perf_counter()
         return MergeReport(os.getpid(), self._node, started, middle - start, end - middle), blobs
 
@@ -164,7 +156,6 @@ class TaskActor(ShardActor):
             closes: Also close memory of other processes, and free memory that they may have open.
         """
         self._begin(-1)
-        self._buffer = self._buffer.new_empty(0)
         if closes:
             self._inputs.close()
             self._exported = None
@@ -250,13 +241,8 @@ class TaskActor(ShardActor):
         settings: RunSettings,
         call: MergeCall,
         others: dict[int, _SentParts],
-        free: int,
-    ) -> tuple[list[Tensor], int]:
-        """Merge a group in the memory for results from byte ``free`` on.
-
-        Returns:
-            The merged tensors, and the first byte that is free after them.
-        """
+    ) -> list[Tensor]:
+        """Merge a group, and return the tensors unless they are those of the driver."""
         ordered: list[GroupPart] = []
         for task in call.tasks:
             if task in others:
@@ -264,25 +250,22 @@ class TaskActor(ShardActor):
             else:
                 kept = self._kept[call.group, task]
                 ordered += [(rows, tuple(t.to(self._device) for t in part)) for rows, part in kept]
-        results, free = self._results(settings, call.group, free)
+        tokens, specs = call.group.tokens, settings.results[call.group.is_of_keys]
+        shared = [] if call.is_repeated else [spec.shared for spec in specs if spec.shared]
+        rows, device = slice(tokens.start, tokens.stop), self._device
+        places = [self._inputs.tensor(tensor)[:, :, rows] for tensor in shared]
+        results = places
+        if not places or places[0].device.type != device.type:
+            shapes = [(*spec.shape[:2], len(tokens), *spec.shape[3:]) for spec in specs]
+            results = [
+                torch.empty(shape, dtype=spec.dtype, device=device)
+                for shape, spec in zip(shapes, specs, strict=True)
+            ]
         settings.task_pass.merge(ordered, results)
-        return results, free
-
-    def _results(self, settings: RunSettings, group: Group, free: int) -> tuple[list[Tensor], int]:
-        """Return tensors for a merged group: rows of tensors of the driver, or own memory."""
-        rows, results = slice(group.tokens.start, group.tokens.stop), []
-        for spec in settings.results[group.is_of_keys]:
-            if spec.shared is not None:
-                results.append(self._inputs.tensor(spec.shared)[:, :, rows])
-                continue
-            shape = *spec.shape[:2], len(group.tokens), *spec.shape[3:]
-            size = math.prod(shape) * spec.dtype.itemsize
-            if free + size > len(self._buffer):
-                self._buffer = self._buffer.new_empty(max(2 * len(self._buffer), size))
-                free = 0  # earlier results keep the memory that was replaced
-            results.append(self._buffer[free : free + size].view(spec.dtype).view(shape))
-            free += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return results, free
+        for place, result in zip(places, results, strict=False):
+            for index in [] if place is result else product(*map(range, place.shape[:2])):
+                place[index].copy_(result[index], non_blocking=True)  # rows of a head are adjacent
+        return [] if places else results
 
     def _with_room(self, compute: Callable[[], _Result]) -> _Result:
         """Run ``compute``; if GPU memory is short, free inputs and parts, and run it again."""
@@ -300,24 +283,22 @@ class TaskActor(ShardActor):
         return compute()
 
     def _send(self, results: TaskResults, returned: Returned) -> dict[Group, _SentParts]:
-        """Return parts by group for another actor: on this GPU if it reads them there."""
+        """Return parts by group for another actor: in shared memory if it reads them there."""
         tensors = [t for group in returned.groups for _, part in results[group] for t in part]
         shared: Sequence[SharedTensor] = ()
-        if returned.stays_on_gpu and not self._is_short:
-            with suppress(ImportError, RuntimeError):  # memory is short, or has no handle
+        if returned.stays and not self._is_short:
+            with suppress(OSError, RuntimeError):  # memory is short, or has no handle
                 shared = self._export(tensors)
-        sent: Iterator[Blob | SharedTensor] = iter(shared or self._pack(tensors))
+        sent: Iterator[Blob | SharedTensor] = iter(shared or map(Blob, tensors))
         return {
             group: [(rows, tuple(next(sent) for _ in part)) for rows, part in results[group]]
             for group in returned.groups
         }
 
-    def _export(self, tensors: Sequence[Tensor]) -> "list[SharedTensor]":
+    def _export(self, tensors: Sequence[Tensor]) -> list[SharedTensor]:
         """Copy tensors to memory that other processes open."""
         if self._exported is None:
-            from cqs.executors.ray.tasks.device_memory import ExportedMemory
-
-            self._exported = ExportedMemory(self._device)
+            self._exported = SharedMemory(self._device)
         places = self._exported.allocate(tensors)
         for (place, _), tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
@@ -330,22 +311,9 @@ class TaskActor(ShardActor):
         except MemoryNotSharedError as error:
             raise PartsLostError(str(error)) from error
 
-    def _pack(self, tensors: Sequence[Tensor]) -> tuple[Blob, ...]:
-        """Return blobs of tensors; those of a GPU are copied to pinned memory first."""
-        if self._is_on_gpu:
-            pinned = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors
-            ]
-            tensors = [
-                place.copy_(tensor, non_blocking=True)
-                for place, tensor in zip(pinned, tensors, strict=True)
-            ]
-            self._synchronize()
-        return tuple(map(Blob, tensors))
-
     def _make_inputs(self) -> Inputs:
         if not self._is_on_gpu:
-            return Inputs()
+            return Inputs(self._device)
         from cqs.executors.ray.tasks.gpu_inputs import GpuInputs
         from cqs.executors.streaming.transfers import GpuCopies
 

@@ -1,9 +1,33 @@
 """Tensors as flat buffers that Ray's object store maps instead of copying."""
 
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class DenseLayout(NamedTuple):
+    """Dtype, sizes and order of strides of a tensor that is stored without gaps."""
+
+    dtype: torch.dtype
+    """Dtype of the tensor."""
+    shape: tuple[int, ...]
+    """Its sizes, from the dimension with the largest stride to that with the smallest."""
+    order: tuple[int, ...]
+    """The dimensions in this order."""
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "DenseLayout":
+        """Return the layout of a tensor, without its gaps."""
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        return cls(tensor.dtype, tuple(tensor.shape[dim] for dim in order), tuple(order))
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the tensor, given at least its bytes, uint8."""
+        num_bytes = torch.Size(self.shape).numel() * self.dtype.itemsize
+        stored = _flat(memory[:num_bytes]).view(self.dtype).reshape(self.shape)
+        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 class Blob:
@@ -13,22 +37,14 @@ class Blob:
     memory once, and every process of the host reads it there.
     """
 
-    __slots__ = ("_bytes", "_dtype", "_order", "_shape")
+    __slots__ = ("_bytes", "_layout")
 
     def __init__(self, tensor: Tensor):
         """Wrap a tensor; copy it if it is on a GPU, has gaps, or is negated or conjugated."""
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-        self._order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        """Dimensions from the largest stride to the smallest."""
-        stored = tensor.permute(self._order).contiguous()
+        self._layout = DenseLayout.like(tensor)
+        stored = tensor.permute(self._layout.order).contiguous()
         self._bytes = _flat(stored).view(torch.uint8).numpy()
-        self._dtype = tensor.dtype
-        self._shape = tuple(stored.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self._bytes.nbytes
 
     def tensor(self) -> Tensor:
         """Return a CPU tensor that views the buffer, with dimensions ordered as in the original.
@@ -37,9 +53,7 @@ class Blob:
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            stored = _flat(torch.from_numpy(self._bytes)).view(self._dtype).reshape(self._shape)
-        places = [self._order.index(dim) for dim in range(stored.ndim)]
-        return stored.permute(places)
+            return self._layout.view(torch.from_numpy(self._bytes))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -177,9 +177,9 @@ class Cluster:
     ) -> Any:
         """Compute exact attention on the workers; see :func:`cqs.attention`.
 
-        Tensors are sent to the workers through the object store, and the result is returned to this
-        process. GPU tensors are read and written in place if all workers are on GPUs of the same
-        host. Each worker merges the partial outputs of some queries.
+        Tensors are copied once, to memory that the workers read and write the result to: of this
+        host, or of their GPU if all workers are on GPUs of this host. With workers on other hosts
+        they pass through the object store. Each worker merges the partial outputs of some queries.
 
         The shards of a sharded sequence stay on the workers. They exchange the inputs of their
         tasks as in :func:`cqs.distributed.attention`, and each keeps the output for its own

@@ -29,11 +29,11 @@ class TaskFailedError(RuntimeError):
 
 
 class MemoryNotSharedError(RuntimeError):
-    """A process cannot open the GPU memory of another one, as in another container."""
+    """A process cannot open the memory of another one, as in another container."""
 
 
 class PartsLostError(RuntimeError):
-    """Parts that an actor had left on its GPU are lost, as after its failure."""
+    """Parts that an actor had left in its memory are lost, as after its failure."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,10 @@ class ActorPool:
         """Set when the cluster closes: calls then raise CancelledError."""
         self.own_node = find_node()
         """Id of the Ray node of this process; None for a Ray Client."""
-        self.store_bytes = 0.0
-        """Size of the object store of one node, in bytes."""
-        self.shares_gpu_memory = True
-        """Whether processes of one host may access each other's GPU memory."""
-        self.exported: dict[Any, Any] = {}
-        """Memory of this process that actors access, by GPU."""
+        self.shares_memory = True
+        """Whether processes of one host may access each other's memory."""
+        self.shared_memories: dict[str, Any] = {}
+        """Memory of this process that actors access, by device."""
         self._connection = find_connection()
         self._room: Any = None
         self.nodes: set[str] = set()
@@ -132,8 +130,6 @@ class ActorPool:
             use_gpus = total.get("GPU", 0) >= 1
         if cpus_per_worker is None:
             cpus_per_worker = max(int(total.get("CPU", 0) // total["GPU"]), 1) if use_gpus else 1
-        sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes()]
-        self.store_bytes = min(filter(None, sizes), default=0.0)
         kind, per_worker = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
         num_workers = num_workers or max(int(total.get(kind, 0)) // per_worker, 1)
         self._room = ray.util.placement_group([{kind: per_worker}] * num_workers, strategy="PACK")
@@ -180,14 +176,9 @@ class ActorPool:
         return failure
 
     def share_host(self, one: Actor, other: Actor) -> bool:
-        """Return whether one actor can read memory on the GPU of another one."""
-        return (
-            self.shares_gpu_memory
-            and one.info is not None
-            and other.info is not None
-            and one.info.node == other.info.node
-            and one.info.device == other.info.device == "cuda"
-        )
+        """Return whether one actor can read parts in the memory of another one, of host or GPU."""
+        places = {info and (info.node, info.device) for info in (one.info, other.info)}
+        return self.shares_memory and len(places) == 1 and None not in places
 
     @property
     def infos(self) -> list[ActorInfo]:
@@ -257,9 +248,9 @@ class ActorPool:
                 self.remove(actor)
             if self._room is not None:
                 self.ray.util.remove_placement_group(self._room)
-            if self.exported:  # actors may write to it until they have ended
+            if self.shared_memories:  # actors may write to it until they have ended
                 self.await_abandoned(_RELEASE_SECONDS)
-        self.exported.clear()
+        self.shared_memories.clear()
 
 
 class Answer(NamedTuple):

@@ -88,25 +88,20 @@ class TaskExecutor:
             run, progress = Run(*arguments), hooks.progress
             done = 0 if progress is None else progress.done
 
-            def run_without_sharing() -> RunReport:
-                pool.shares_gpu_memory = False
-                if progress is not None:
-                    progress.move(done)
-                return Run(*arguments)()
-
             try:
                 report = run()
-            except MemoryNotSharedError as error:
-                _LOGGER.info("GPU tensors pass through the object store from now on: %s", error)
-                report = run_without_sharing()
-            except torch.OutOfMemoryError:
-                if not (run.has_short_actor and (run.has_shared or pool.exported)):
+            except (MemoryNotSharedError, torch.OutOfMemoryError) as error:
+                is_short = isinstance(error, torch.OutOfMemoryError)
+                if is_short and not (run.has_short_actor and run.has_shared):
                     raise
-                _LOGGER.info("GPU tensors pass through the object store, because memory is short")
+                _LOGGER.info("tensors pass through the object store: %s", error)
+                pool.shares_memory = False
+                if progress is not None:
+                    progress.move(done)
                 try:
-                    report = run_without_sharing()
+                    report = Run(*arguments)()
                 finally:
-                    pool.shares_gpu_memory = True
+                    pool.shares_memory = is_short  # a later call may share memory again
             self.reports.append(report)
 
         if self._is_in_dispatcher:

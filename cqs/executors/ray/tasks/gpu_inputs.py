@@ -1,21 +1,17 @@
 """Tokens on the GPU of an actor."""
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.tasks.inputs import Inputs, Sent, find_rows
+from cqs.executors.ray.tasks.shared_memory import SharedTensor
 from cqs.executors.streaming.plan import RowsOfHeads
 from cqs.executors.streaming.transfers import DeviceCopies
 from cqs.scheduler.task import join_ranges
 from cqs.worker import HeldTokens
-
-if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.device_memory import OpenedMemory, SharedTensor
 
 
 class GpuInputs(Inputs):
@@ -30,25 +26,12 @@ class GpuInputs(Inputs):
         Args:
             copies: Copies host memory to the GPU of the actor.
         """
-        self._device, self._copies = copies.device, copies
+        super().__init__(copies.device)
+        self._copies = copies
         self._whole: dict[bool, list[Tensor]] = {}
         """Tensors of the queries (False) and of the keys (True) with room for all tokens."""
         self._loaded: set[tuple[bool, range]] = set()
         """Tokens of these tensors that have been copied."""
-
-    def tensor(self, sent: "Blob | SharedTensor") -> Tensor:
-        """Return a tensor of another process; see :meth:`Inputs.tensor`.
-
-        Raises:
-            MemoryNotSharedError: The GPU memory of the other process cannot be accessed.
-        """
-        return sent.tensor() if isinstance(sent, Blob) else self._memory.tensor(sent)
-
-    @cached_property
-    def _memory(self) -> "OpenedMemory":
-        from cqs.executors.ray.tasks.device_memory import OpenedMemory
-
-        return OpenedMemory(self._device)
 
     def load(
         self, sent: Sequence[Sent], ranges: Collection[range], seqlen: int, *, is_of_keys: bool
@@ -68,7 +51,7 @@ class GpuInputs(Inputs):
     def hold(
         self,
         sent: Sequence[Sent],
-        ranges: Sequence[range],
+        ranges: tuple[range, ...],
         *,
         is_of_keys: bool,
         must_join: bool,
@@ -87,22 +70,18 @@ class GpuInputs(Inputs):
             for tokens in ranges
         ]
         if is_loaded and len(ranges) == 1:
-            held = [HeldTokens(rows, tuple(ranges)) for rows in parts[0]]
+            held = [HeldTokens(rows, ranges) for rows in parts[0]]
             return held, sum(rows.nbytes for rows in parts[0])
         held = []
         for tensors in zip(*parts, strict=True):
             packed = self._empty_like(tensors[0], sum(lengths))
             for place, rows in zip(packed.split(lengths, dim=2), tensors, strict=True):
                 self._fill(place, rows)
-            held.append(HeldTokens(packed, tuple(ranges)))
+            held.append(HeldTokens(packed, ranges))
         return held, 0
 
-    def bring(self, sent: "Blob | SharedTensor") -> Tensor:
-        """Return a tensor on this GPU, or on one that it reads; see :meth:`Inputs.bring`.
-
-        Raises:
-            MemoryNotSharedError: The GPU memory of the other process cannot be accessed.
-        """
+    def bring(self, sent: Blob | SharedTensor) -> Tensor:
+        """Return a tensor on this GPU, or on one that it reads; see :meth:`Inputs.bring`."""
         tensor = self.tensor(sent)
         if tensor.is_cuda:
             return tensor
@@ -115,15 +94,10 @@ class GpuInputs(Inputs):
         self._whole.clear()
         self._loaded.clear()
 
-    def close(self) -> None:
-        """Close memory of other processes; the next run opens it again."""
-        if "_memory" in vars(self):
-            self._memory.close()
-
-    def _is_here(self, sent: "Blob | SharedTensor") -> bool:
+    def _is_here(self, sent: Blob | SharedTensor) -> bool:
         return not isinstance(sent, Blob) and sent.is_on(self._device)
 
-    def _make_whole(self, sent: "Blob | SharedTensor", seqlen: int) -> Tensor:
+    def _make_whole(self, sent: Blob | SharedTensor, seqlen: int) -> Tensor:
         if self._is_here(sent):
             return self.tensor(sent)
         return self._empty_like(self.tensor(sent), seqlen)

@@ -1,28 +1,36 @@
-"""Tokens that an actor reads: from the object store, or from GPUs of its host."""
+"""Tokens that an actor reads: from memory of its host or of its GPUs, or the object store."""
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedTensor
 from cqs.worker import HeldTokens
 
-if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.device_memory import SharedTensor
-
-Sent = tuple[range, "list[Blob | SharedTensor]"]
+Sent = tuple[range, Sequence[Blob | SharedTensor]]
 """Tokens, and the rows of these tokens in each of several tensors."""
 
 
 class Inputs:
     """Provides the tokens that tasks hold, on a CPU: shared memory is read in place."""
 
-    def tensor(self, sent: "Blob | SharedTensor") -> Tensor:
-        """Return a tensor of another process, in memory that both processes access."""
-        assert isinstance(sent, Blob)
-        return sent.tensor()
+    def __init__(self, device: torch.device):
+        """Start without tokens.
+
+        Args:
+            device: The device of the actor.
+        """
+        self._device, self._memory = device, OpenedMemory(device)
+
+    def tensor(self, sent: Blob | SharedTensor) -> Tensor:
+        """Return a tensor of another process, in memory that both processes access.
+
+        Raises:
+            MemoryNotSharedError: The memory of the other process cannot be accessed.
+        """
+        return sent.tensor() if isinstance(sent, Blob) else self._memory.tensor(sent)
 
     def load(
         self, sent: Sequence[Sent], ranges: Collection[range], seqlen: int, *, is_of_keys: bool
@@ -39,7 +47,7 @@ class Inputs:
     def hold(
         self,
         sent: Sequence[Sent],
-        ranges: Sequence[range],
+        ranges: tuple[range, ...],
         *,
         is_of_keys: bool,
         must_join: bool,
@@ -61,11 +69,11 @@ class Inputs:
         ]
         if must_join and len(ranges) > 1:
             joined = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
-            return [HeldTokens(rows, tuple(ranges)) for rows in joined], 0
-        held = [HeldTokens(None, tuple(ranges), rows) for rows in zip(*parts, strict=True)]
+            return [HeldTokens(rows, ranges) for rows in joined], 0
+        held = [HeldTokens(None, ranges, rows) for rows in zip(*parts, strict=True)]
         return held, sum(tensor.nbytes for part in parts for tensor in part)
 
-    def bring(self, sent: "Blob | SharedTensor") -> Tensor:
+    def bring(self, sent: Blob | SharedTensor) -> Tensor:
         """Return a tensor of another process that kernels can read: on the device, or on its peer.
 
         Args:
@@ -77,10 +85,11 @@ class Inputs:
         """Discard all copies of tokens."""
 
     def close(self) -> None:
-        """Close memory of other processes."""
+        """Close memory of other processes; the next run opens it again."""
+        self._memory.close()
 
 
-def find_rows(sent: Sequence[Sent], tokens: range) -> "list[tuple[slice, Blob | SharedTensor]]":
+def find_rows(sent: Sequence[Sent], tokens: range) -> list[tuple[slice, Blob | SharedTensor]]:
     """Return the rows of some tokens, and the tensors that include them."""
     all_tokens, tensors = next(entry for entry in sent if tokens.start in entry[0])
     rows = slice(tokens.start - all_tokens.start, tokens.stop - all_tokens.start)

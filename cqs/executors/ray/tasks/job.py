@@ -4,12 +4,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
+from cqs.executors.ray.tasks.shared_memory import SharedTensor
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
 from cqs.problem.bias_blocks import Piece, hold, pack, pieces_of, places, unpack
@@ -18,9 +19,6 @@ from cqs.ranges import overlap
 from cqs.scheduler import Plan, Task
 from cqs.tiler.group import GroupPart, merge_group, sum_group
 from cqs.worker import HeldTokens, Worker
-
-if TYPE_CHECKING:
-    from cqs.executors.ray.tasks.device_memory import SharedTensor
 
 GROUP_BYTES = 64 * 2**20
 """Largest result of a group in bytes: while the driver reads one, an actor merges the next."""
@@ -56,7 +54,7 @@ class ResultTensor(NamedTuple):
     """``[batch, heads, seqlen, ...]``."""
     dtype: torch.dtype
     """Dtype of the tensor."""
-    shared: "SharedTensor | None" = None
+    shared: SharedTensor | None = None
     """The tensor itself, if the actors write to it."""
 
 
@@ -96,8 +94,8 @@ class Returned(NamedTuple):
 
     groups: list[Group]
     """The groups."""
-    stays_on_gpu: bool
-    """Whether the other actor reads the parts on the GPU of the first."""
+    stays: bool
+    """Whether the other actor reads the parts in the memory of the first."""
 
 
 class Bias(NamedTuple):
@@ -120,6 +118,8 @@ class MergeCall(NamedTuple):
     """All its tasks, in the order of their merge."""
     returned: list[int]
     """Tasks whose parts other actors have returned; the others are kept."""
+    is_repeated: bool
+    """Whether another actor has begun to merge them, and may still write to the result."""
 
 
 class Job:

@@ -81,7 +81,7 @@ class RunReport:
     seconds: float
     """Duration of the call, until the result is complete."""
     put_seconds: float
-    """Time in which the driver put tokens into the object store, part of ``waiting_seconds`` unless
+    """Time in which the driver copied tokens for the actors, part of ``waiting_seconds`` unless
     processes compute meanwhile."""
     get_seconds: float
     """Time in which the driver got merged results and wrote them, as ``put_seconds``."""

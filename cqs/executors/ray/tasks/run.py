@@ -54,7 +54,7 @@ class _Merge:
     returned: dict[int, Any] = field(default_factory=dict)
     """Ray references to parts that other actors have computed, by task."""
     lenders: dict[int, Actor] = field(default_factory=dict)
-    """Actors on whose GPU such parts have stayed, by task."""
+    """Actors in whose memory such parts have stayed, by task."""
     num_losses: int = 0
     """Number of times that the owner could not read a part."""
 
@@ -105,8 +105,8 @@ class Run:
     """One run of a job: assigns its tasks and merges to actors, and again if an actor fails.
 
     A group is merged by the actor that will probably compute its last task: it then merges without
-    a message of the driver. That actor keeps its own parts. Those of other actors stay on their
-    GPUs if the owner can read them there, and otherwise in the object store, until the merge has
+    a message of the driver. That actor keeps its own parts. Those of other actors stay in their
+    memory if the owner can read them there, and otherwise in the object store, until the merge has
     succeeded.
     """
 
@@ -134,7 +134,7 @@ class Run:
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
         self.has_shared = False
-        """Whether memory of GPUs was shared among processes."""
+        """Whether processes have kept memory of GPUs for others, in this run or before."""
         self.has_short_actor = False
         """Whether the GPU of an actor had too little memory."""
         self._calls = Calls(pool, cancelled)
@@ -200,11 +200,9 @@ class Run:
         )
 
     def _share(self) -> None:
-        """Share GPU tensors with the actors, once calls of earlier runs access no shared memory."""
+        """Share tensors with the actors, once calls of earlier runs access no shared memory."""
         pool, before, since = self._pool, 0, time.monotonic()
-        shares = pool.shares_gpu_memory and all(t.is_cuda for t in self._job.tensors)
-        frees = bool(pool.exported) and not pool.shares_gpu_memory
-        if not (shares or frees):
+        if not (pool.shares_memory or pool.shared_memories):
             return
         self._calls.check()
         while pending := pool.await_abandoned(_POLL_SECONDS):
@@ -214,11 +212,11 @@ class Run:
             elif time.monotonic() - since > self._calls.timeout:  # these actors hang
                 for actor in pending.values():
                     pool.remove(actor)
-        if shares:
+        if pool.shares_memory:
             self._outbox.share()
-            self.has_shared = self._outbox.is_shared
+            self.has_shared = any(name != "cpu" for name in pool.shared_memories)
         else:
-            pool.exported.clear()
+            pool.shared_memories.clear()
             torch.cuda.empty_cache()
 
     def _compute(self) -> None:
@@ -230,7 +228,7 @@ class Run:
         self._awaited.update(self._pool.actors)
         self._settings = self._outbox.put_settings(self._worker)
         self._feed()
-        if all(info.device == "cpu" for info in self._pool.infos):  # fast GPUs would wait
+        if {info.device for info in self._pool.infos} == {"cpu"}:  # fast GPUs would wait
             self._job.touch_results()
         while self._merges or self._lacks_sums():
             self._calls.check()
@@ -248,15 +246,16 @@ class Run:
 
         Objects in the store are released, although an exception's traceback may refer to this run.
         """
-        self._outbox.clear()
+        has_failed = bool(self._merges or self._failures)
+        self._outbox.clear(has_failed)
         self._settings = None
         for merge in self._merges.values():
             merge.returned.clear()
         if not self._pool.is_connected:
             return
-        closes = bool(self._merges or self._failures or self._outbox.has_replaced)
+        closes = has_failed or self._outbox.has_replaced
         for actor in self._calls.queues:
-            if actor.info is not None and actor.info.device != "cpu":
+            if actor.info is not None and (actor.info.device != "cpu" or closes):
                 self._pool.abandon([actor.handle.forget.remote(closes)], actor)
 
     def _feed(self) -> None:
@@ -318,10 +317,10 @@ class Run:
                     returned[merge.owner].append(group)
             task = self._tasks[index]
             others = [
-                Returned(groups, stays_on_gpu=self._pool.share_host(actor, owner))
+                Returned(groups, stays=self._pool.share_host(actor, owner))
                 for owner, groups in returned.items()
             ]
-            self.has_shared |= any(receiver.stays_on_gpu for receiver in others)
+            self.has_shared |= any(receiver.stays for receiver in others)
             work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
@@ -339,7 +338,7 @@ class Run:
         return max(itertools.islice(self._todo, len(started)), key=count_kept)
 
     def _can_read(self, actor: Actor, merge: _Merge) -> bool:
-        """Return whether an actor can read the parts of a group that have stayed on GPUs."""
+        """Return whether an actor can read the parts of a group that have stayed with others."""
         lenders = merge.lenders.values()
         return all(lender is actor or self._pool.share_host(lender, actor) for lender in lenders)
 
@@ -352,10 +351,10 @@ class Run:
 
         While an actor has two calls with tasks, merges wait, to be sent together before a third.
         """
-        is_shared = self._outbox.is_shared
-        if self._todo and is_shared:
+        is_on_gpu = self._outbox.is_on_gpu
+        if self._todo and is_on_gpu:
             return  # nobody reads a result before all are complete
-        most_bytes = math.inf if is_shared else GROUP_BYTES  # of results that the driver reads
+        most_bytes = math.inf if is_on_gpu else GROUP_BYTES  # of results that the driver reads
         calls: dict[Actor, list[_MergeBatch]] = {}
         for merge in list(self._ready):
             queues = self._calls.queues
@@ -373,7 +372,8 @@ class Run:
             batches[-1].num_bytes += size
         for owner, batches in calls.items():
             for work in batches:
-                sent = [MergeCall(m.group, m.tasks, list(m.returned)) for m in work.merges]
+                again = self._attempts
+                sent = [MergeCall(m.group, m.tasks, [*m.returned], m in again) for m in work.merges]
                 parts = [part for m in work.merges for part in m.returned.values()]
                 self._calls.add(owner, work, "merge", self._settings, sent, *parts)
 
@@ -419,7 +419,7 @@ class Run:
                     continue
                 if group in returned:
                     receiver, merge.returned[index] = returned[group]
-                    if receiver.stays_on_gpu:
+                    if receiver.stays:
                         merge.lenders[index] = answer.actor
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned

@@ -1,0 +1,107 @@
+"""Parts that stay where they were computed, read there by the actor that merges: any moment of
+failure leaves the result unchanged."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+from calls import are_equal, assert_kills_change_no_bit, both_passes, cluster_of
+
+from cqs.executors.ray.actor import TaskActor
+
+pytestmark = pytest.mark.ray
+
+
+def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills=False):
+    """A cluster whose actors note in files that they have left parts.
+
+    Args:
+        folder: Where the files are.
+        num_workers: Number of actors.
+        is_readable: Whether other actors can read the parts.
+        is_short: Whether an actor with such parts has too little memory for the next task.
+        kills: Whether the first read of a part kills the actor that has left it.
+    """
+
+    class Keeping(TaskActor):
+        def _export(self, tensors):
+            shared = super()._export(tensors)
+            (folder / shared[0].handle.decode().split()[1]).touch()
+            return shared
+
+        def _receive(self, parts):
+            from cqs.executors.ray.pool import PartsLostError
+
+            shared = [t for _, part in parts for t in part if hasattr(t, "handle")]
+            if shared and not is_readable:
+                raise PartsLostError("the part cannot be read")
+            if shared and kills and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(int(shared[0].handle.split(b"/")[2]), signal.SIGKILL)
+            return super()._receive(parts)
+
+        def _load(self, *arguments):
+            from cqs.executors.ray import actor
+
+            if is_short and self._exported is not None and self._exported.is_used:
+                self._exported.clear()
+                actor.memory_of = lambda device: 2**30
+                self._backend = "sdpa"
+                raise torch.OutOfMemoryError("as if out of memory")
+            super()._load(*arguments)
+
+    return cluster_of(Keeping, num_workers)
+
+
+@pytest.fixture(scope="module")
+def expected(cluster, tensors):
+    return both_passes(cluster, tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_parts_of_a_failed_actor_are_computed_again(
+    ray_session, tmp_path, tensors, expected, num_workers
+):
+    with with_parts(tmp_path, num_workers=num_workers) as cluster:
+        choose = random.Random(num_workers)
+        assert_kills_change_no_bit(cluster, tensors, expected, 2, choose)
+        assert cluster._pool.shares_memory and any(tmp_path.iterdir())
+
+
+def test_a_merge_whose_parts_are_lost_is_repeated(ray_session, tmp_path, tensors, expected):
+    with with_parts(tmp_path, kills=True) as cluster:
+        future = cluster.submit(*tensors, is_causal=True, num_tasks=13)
+        assert torch.equal(future.result(), expected[0])
+        assert (tmp_path / "killed").exists()
+        assert future.report.reruns > 0 and future.report.failures
+        assert cluster._pool.shares_memory
+
+
+@pytest.mark.long
+def test_parts_that_nobody_can_read_pass_through_the_store(
+    ray_session, tmp_path, tensors, expected
+):
+    with with_parts(tmp_path, is_readable=False) as cluster:
+        assert are_equal(both_passes(cluster, tensors), expected)
+        assert not cluster._pool.shares_memory
+        number = len(list(tmp_path.iterdir()))
+        assert are_equal(both_passes(cluster, tensors), expected)
+        assert len(list(tmp_path.iterdir())) == number > 0
+
+
+@pytest.mark.long
+def test_a_run_without_memory_for_parts_is_repeated_without_them(
+    ray_session, tmp_path, tensors, expected
+):
+    with with_parts(tmp_path, is_short=True) as cluster:
+        assert are_equal(both_passes(cluster, tensors), expected)
+        assert any(tmp_path.iterdir())
+        assert cluster._pool.shares_memory, "the next run tries again"
+        seen = []
+        cluster.attention(
+            *tensors, num_tasks=13, progress=lambda done, total: seen.append((done, total))
+        )
+        assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
