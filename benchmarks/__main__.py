@@ -30,7 +30,7 @@ BENCHMARKS = {
     "peers": "methods of context parallelism on the same GPUs, under torchrun",
     "case-study": "memory and time of one of W tasks, as published",
     "bottleneck": "share of attention in the time of a transformers model, by length",
-    "model": "training steps of a transformers model, alone or under torchrun",
+    "model": "training or denoising steps of a model, alone or under torchrun",
     "block": "time of the parts of a transformer layer, under torchrun",
 }
 _OTHERS = {

@@ -14,10 +14,9 @@ import cqs
 from benchmarks.cases import Case, visible_mask
 from benchmarks.errors import relative_error
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import track
 from cqs.problem import Problem
-from cqs.report.measurement import Measurement
 from cqs.report.timing import Timer
 from cqs.worker import BACKENDS
 
@@ -78,15 +77,7 @@ def run(*, tokens: int | None = None, repeats: int = 10, out: str | None = None)
                     details=dict(zip(_FIELDS, means, strict=True)),
                 )
             )
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "dtype": lambda row: row.dtype,
-        "by": lambda row: row.executor,
-        **{
-            name: lambda row, name=name: f"{row.details[name]:.3e}"  # type: ignore[misc]
-            for name in _FIELDS
-        },
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns(*_FIELDS), out)
 
 
 def _contenders(problem: Problem) -> dict[str, _Attend]:

@@ -17,7 +17,7 @@ from benchmarks.errors import exact_rows, verify_close
 from benchmarks.layer_parts import PARTS, time_communication, time_parts
 from benchmarks.options import add_common, add_heads
 from benchmarks.peers import peak_bytes, time_together, verify_together
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.ranks import join_ranks
 from cqs.arguments import as_integer
 from cqs.nn import HybridTransformerBlock, reduce_gradients
@@ -89,7 +89,7 @@ def run(
             )
             append_rows(rows[-len(meshes) :], out)
     if rows:
-        publish(rows, _COLUMNS, None)
+        publish(rows, make_columns(*(f"{part}_ms" for part in PARTS), "peak_bytes"), None)
     dist.destroy_process_group()
 
 
@@ -120,9 +120,8 @@ def measure(
     device: torch.device,
     *,
     repeats: int,
-    group: Any = None,
 ) -> list[Measurement]:
-    """Verify and time a layer on meshes of all ranks of a group; every rank calls this.
+    """Verify and time a layer on meshes of all ranks; every rank calls this.
 
     Args:
         meshes: Meshes by name; the first is the baseline.
@@ -131,7 +130,6 @@ def measure(
         pattern: Pattern of the layer, or ``None``.
         device: Device of this rank.
         repeats: Number of repeats.
-        group: The process group; ``None`` means the default group.
 
     Returns:
         The rows on the first rank, an empty list on the others.
@@ -152,21 +150,21 @@ def measure(
         return HybridTransformerBlock(**layer_options, device=device, dtype=dtype)
 
     layers = {name: make_layer(mesh) for name, mesh in meshes.items()}
-    expected = _expect(make_layer(None), hidden, grad, group)
+    expected = _expect(make_layer(None), hidden, grad)
     steps: dict[str, Callable[[], Any]] = {}
     for name, layer in layers.items():
         shard, grad_shard = (_cut(whole, layer.mesh).contiguous() for whole in (hidden, grad))
         steps[name] = partial(_step, layer, shard, grad_shard)
-        verify_together(partial(_verify, name, layer, steps[name](), expected), group)
+        verify_together(partial(_verify, name, layer, steps[name](), expected), None)
     del expected, hidden, grad
-    peaks = {name: peak_bytes(step, group) for name, step in steps.items()}
-    seconds = time_together(steps, repeats, group, device)
-    parts = {name: time_parts(layers[name], step, repeats, group) for name, step in steps.items()}
+    peaks = {name: peak_bytes(step, None) for name, step in steps.items()}
+    seconds = time_together(steps, repeats, None, device)
+    parts = {name: time_parts(layers[name], step, repeats) for name, step in steps.items()}
     on_gpu = device.type == "cuda"
     communication = {
-        name: time_communication(step, group) if on_gpu else {} for name, step in steps.items()
+        name: time_communication(step) if on_gpu else {} for name, step in steps.items()
     }
-    if dist.get_rank(group):
+    if dist.get_rank():
         return []
     baseline = next(iter(steps))
     return [
@@ -178,7 +176,7 @@ def measure(
             f"-h{sizes['num_heads']}-kv{sizes['num_kv_heads']}"
             f"-d{sizes['hidden_size'] // sizes['num_heads']}",
             baseline=baseline,
-            num_tasks=dist.get_world_size(group),
+            num_tasks=dist.get_world_size(),
             executor=name,
             ratio=seconds[baseline],
             details={
@@ -226,9 +224,7 @@ def _step(
     return {"output": output.detach(), "input": shard.grad, **gradients}
 
 
-def _expect(
-    layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor, group: Any
-) -> dict[str, Tensor]:
+def _expect(layer: HybridTransformerBlock, hidden: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """Return the results of :func:`_step` on one device, with the output verified in float64."""
     expected = _step(layer, hidden, grad)
     rows = torch.linspace(0, hidden.shape[1] - 1, _ROWS, device=hidden.device).long()
@@ -239,7 +235,7 @@ def _expect(
         for i in range(_ROWS):
             verify_close("the layer on one device", expected["output"][:, rows[i]], exact[:, i])
 
-    verify_together(verify, group)
+    verify_together(verify, None)
     return expected
 
 
@@ -269,18 +265,3 @@ def _verify(
             ours = ours.full_tensor()
         what = what if what == "output" else f"gradient of {what}"
         verify_close(f"{name}: {what}", ours, theirs)
-
-
-_COLUMNS: dict[str, Callable[[Measurement], object]] = {
-    "case": lambda row: row.case,
-    "by": lambda row: row.executor,
-    "median ms": lambda row: f"{row.median_ms:.3f}",
-    **{
-        f"{part} ms": lambda row, part=part: f"{row.details[f'{part}_ms']:.3f}"  # type: ignore[misc]
-        for part in PARTS
-    },
-    "ratio": lambda row: f"{row.ratio:.3f}",
-    "MiB per rank": lambda row: (
-        f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
-    ),
-}

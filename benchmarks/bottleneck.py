@@ -4,7 +4,7 @@ import argparse
 import copy
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -18,7 +18,7 @@ import cqs
 from benchmarks.clock import Clock
 from benchmarks.options import add_common
 from benchmarks.plots.bottleneck import plot_bottleneck
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from cqs.patterns import Pattern
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.plotting import check_picture
@@ -30,9 +30,10 @@ PARTS = "attention", "projections", "feed-forward", "norms", "rest"
 _TOKENS_ON_CPU = 1024, 2048, 4096, 8192
 _TOKENS_ON_GPU = tuple(1024 << i for i in range(8))
 _NAME = "timed"
-_SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
-"""Configurations of BERT-base, of Llama 3.2 1B, of Llama 3 8B and of a small Llama, as arguments of
-``AutoConfig.for_model``."""
+SHAPES = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+"""Library -> name of a shape -> configuration, as in ``config.json``; those of transformers are
+arguments of ``AutoConfig.for_model``. Models have fewer layers than those of their names."""
+_SHAPES = SHAPES["transformers"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,18 +83,7 @@ def run(
     for length in lengths:
         rows.append(measure(config, length, chosen, name=name, repeats=repeats))
         append_rows(rows[-1:], out)
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "attention by": lambda row: row.executor,
-        "ms": lambda row: f"{row.median_ms:.2f}",
-        **{
-            f"{part} %": partial(
-                lambda part, row: f"{100 * row.details[part] / row.median_ms:.1f} %", part
-            )
-            for part in PARTS
-        },
-    }
-    publish(rows, columns, None)
+    publish(rows, make_columns(*PARTS), None)
     if picture is not None:
         save_figure(plot_bottleneck(list(map(asdict, rows))), picture, dpi=120)
 

@@ -1,7 +1,7 @@
 """Memory and time of one of W tasks, as in the published case study."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,13 +9,12 @@ import torch
 from benchmarks.case_measurement import NUM_TASKS, TOKENS, CaseRow, measure
 from benchmarks.options import add_common, add_heads
 from benchmarks.plots.case_study import plot_study
-from benchmarks.publish import publish
+from benchmarks.publish import make_columns, publish
 from benchmarks.timing import progress_bar
 from cqs.commands.options import parse_integers
 from cqs.plotting import check_picture
 from cqs.plotting.figures import save_figure
 from cqs.report.settings import Settings
-from cqs.report.table import digits, mebibytes
 
 _TOKENS_ON_CPU = (2500, 5000, 10_000)
 
@@ -91,16 +90,7 @@ def run(
                 repeats=repeats,
             )
             rows += measure(settings, every_num_tasks, bar.update, folder)
-    columns: dict[str, Callable[[CaseRow], object]] = {
-        "N": lambda row: f"{row.tokens:,}",
-        "W": lambda row: row.num_tasks,
-        "longest": lambda row: f"{row.held_tokens:,}",
-        "MiB": lambda row: mebibytes(row.peak_bytes),
-        "predicted MiB": lambda row: mebibytes(row.predicted_bytes),
-        "ms": lambda row: digits(row.median_ms),
-        "vs. whole": lambda row: digits(row.ratio),
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns("held_tokens", "peak_bytes", "predicted_bytes"), out)
     print(f"memory: {', '.join(sorted({row.memory for row in rows}))}")
     if picture is not None:
         save_figure(plot_study(rows), picture, dpi=100)

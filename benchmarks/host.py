@@ -16,7 +16,7 @@ from torch import Tensor
 import cqs.distributed
 from benchmarks.errors import verify_output
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.ranks import join_ranks
 from cqs.problem import check_problem
 from cqs.report.measurement import Measurement
@@ -81,13 +81,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
         )
     ]
     if rank == 0:
-        columns: dict[str, Callable[[Measurement], object]] = {
-            "pass": lambda row: row.benchmark.removeprefix("host "),
-            "call": lambda row: row.executor,
-            "host us": lambda row: f"{1e3 * row.median_ms:.0f}",
-            "over PyTorch": lambda row: f"{row.details['over_us']:.0f}",
-        }
-        publish(found, columns, out)
+        publish(found, make_columns("over_us"), out)
     if is_rank:
         dist.destroy_process_group()
 

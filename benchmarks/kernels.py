@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.errors import verify_answer, verify_output
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.partial import Gradients, Partial, RunningMerge, merge_rows
 from cqs.problem import Problem
@@ -55,17 +55,8 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             kind = "causal" if is_causal else "full"
             case = Case(kind, tokens, tokens, _HEADS, _HEADS, head_dim, is_causal=is_causal)
             rows += _measure(case.make(torch.bfloat16, "cuda"), repeats)
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "what": lambda row: row.benchmark.partition(" ")[2],
-        "by": lambda row: row.executor,
-        "median ms": lambda row: f"{row.median_ms:.3f}",
-        "TFLOP/s": lambda row: f"{row.details['tflops']:.0f}" if "tflops" in row.details else "-",
-        "baseline": lambda row: row.baseline,
-        "ratio": lambda row: f"{row.ratio:.3f}",
-    }
     rows.append(_measure_merge(tokens, repeats))
-    publish(rows, columns, out)
+    publish(rows, make_columns("tflops"), out)
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:

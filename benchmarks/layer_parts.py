@@ -26,7 +26,7 @@ Intervals = Sequence[tuple[float, float]]
 
 
 def time_parts(
-    layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int, group: Any
+    layer: HybridTransformerBlock, step: Callable[..., Any], repeats: int
 ) -> dict[str, float]:
     """Return the seconds of each part: the mean over ranks of the median over repeats."""
     device = next(layer.parameters()).device
@@ -34,7 +34,7 @@ def time_parts(
     for _ in range(repeats):
         clock = Clock(device.type, PARTS)
         with _marked(layer, clock):
-            dist.barrier(group)
+            dist.barrier()
             clock.enter("rest")
             step(enter=clock.enter)
             for part, seconds in clock.stop().items():
@@ -42,11 +42,11 @@ def time_parts(
     medians = torch.tensor(
         list(map(statistics.median, found.values())), dtype=torch.float64, device=device
     )
-    dist.all_reduce(medians, group=group)
-    return dict(zip(PARTS, (medians / dist.get_world_size(group)).tolist(), strict=True))
+    dist.all_reduce(medians)
+    return dict(zip(PARTS, (medians / dist.get_world_size()).tolist(), strict=True))
 
 
-def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
+def time_communication(step: Callable[[], Any]) -> dict[str, float]:
     """Return the milliseconds of communication of a step, and how many of them it overlaps.
 
     Both are means over the ranks, by PyTorch's profiler. Communication with NCCL includes the time
@@ -54,14 +54,13 @@ def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
 
     Args:
         step: The computation of one step on this rank.
-        group: Process group of the ranks.
 
     Returns:
         ``travels_ms``, the time of communication, and ``hidden_ms``, the part of it in which the
         GPU also computes.
     """
     signal = torch.zeros(1, device="cuda")
-    warm_up = make_busy(lambda: dist.all_reduce(signal, group=group))
+    warm_up = make_busy(lambda: dist.all_reduce(signal))
     step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         warm_up()
@@ -82,8 +81,8 @@ def time_communication(step: Callable[[], Any], group: Any) -> dict[str, float]:
                 computing.append((start, end))
     communication, overlapped = measure_overlap(communicating, computing)
     found = torch.tensor([communication, overlapped], device="cuda")
-    dist.all_reduce(found, group=group)
-    communication, overlapped = (found / dist.get_world_size(group)).tolist()
+    dist.all_reduce(found)
+    communication, overlapped = (found / dist.get_world_size()).tolist()
     return {"travels_ms": communication, "hidden_ms": overlapped}
 
 

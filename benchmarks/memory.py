@@ -1,13 +1,12 @@
 """Peak memory of tasks relative to the plan's prediction, for every backend."""
 
 import argparse
-from collections.abc import Callable
 
 import torch
 
 from benchmarks.cases import Case
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement
@@ -46,15 +45,7 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
             tensors = problem.query, problem.key, problem.value
             if BACKENDS[backend].why_not(*tensors) is None:
                 rows += [_measure_worst(problem, backend, w, repeats) for w in _NUM_TASKS]
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "backend": lambda row: row.executor,
-        "W": lambda row: row.num_tasks,
-        "predicted MiB": lambda row: f"{row.details['predicted_bytes'] / 2**20:.1f}",
-        "peak MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.1f}",
-        "ratio": lambda row: f"{row.ratio:.3f}",
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns("predicted_bytes", "peak_bytes"), out)
 
 
 def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:

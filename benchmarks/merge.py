@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.errors import verify_close
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.report.measurement import Measurement
@@ -40,16 +40,7 @@ def run(*, tokens: int | None = None, repeats: int = 30, out: str | None = None)
         for dtype in _DTYPES
         for *sizes, num_rows, num_parts in _SHAPES
     ]
-    columns = {
-        "case": lambda row: row.case,
-        "dtype": lambda row: row.dtype,
-        "threads": lambda row: row.details["threads"],
-        "median ms": lambda row: f"{row.median_ms:.2f}",
-        "GB/s": lambda row: f"{row.details['gigabytes_per_second']:.1f}",
-        "copy GB/s": lambda row: f"{row.details['copy_gigabytes_per_second']:.1f}",
-        "of a copy": lambda row: f"{1 / row.ratio:.2f}",
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns("threads", "gigabytes_per_second", "copy_gigabytes_per_second"), out)
 
 
 def _measure(dtype: torch.dtype, shape: tuple[int, ...], repeats: int) -> Measurement:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
 from benchmarks.options import add_common
-from benchmarks.peers import COLUMNS, draw, measure
-from benchmarks.publish import publish
+from benchmarks.peers import draw, measure
+from benchmarks.publish import make_columns, publish
 from cqs.commands.options import parse_integers
 from cqs.executors.distributed.layout import lay_out
 from cqs.executors.distributed.probe import probe_links
@@ -149,13 +149,7 @@ def _measure(
         append_rows(found, out)
         rows += found
     if rows:
-        columns: dict[str, Callable[[Measurement], object]] = {
-            **{name: COLUMNS[name] for name in ("case", "pass", "by", "ranks", "median ms")},
-            "predicted ms": lambda row: f"{row.details.get('predicted_ms', 0):.0f}",
-            "MB of a link": lambda row: f"{row.details['link_bytes'] / 1e6:.2f}",
-            "promised": lambda row: f"{row.details.get('promised_bytes', 0) / 1e6:.2f}",
-        }
-        publish(rows, columns, None)
+        publish(rows, make_columns("predicted_ms", "link_bytes", "promised_bytes"), None)
     dist.destroy_process_group()
 
 

@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.options import add_common
-from benchmarks.publish import publish
+from benchmarks.publish import make_columns, publish
 from cqs.report.measurement import Measurement
 
 CALLS = (
@@ -58,15 +58,7 @@ def run(*, tokens: int = 16_384, repeats: int = 1, out: str | None = None) -> No
     if not torch.cuda.is_available() or shutil.which("ncu") is None:
         raise NotImplementedError("profiles require a GPU and the program ncu of Nsight Compute")
     rows = [row for call in CALLS for _ in range(repeats) for row in _profile(*call, tokens=tokens)]
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "pass": lambda row: row.benchmark.partition(" ")[2],
-        "kernel": lambda row: row.executor,
-        "microseconds": lambda row: f"{1e3 * row.median_ms:.1f}",
-    }
-    for name in _COUNTERS:
-        columns[name] = lambda row, name=name: f"{row.details[name]:.4g}"  # type: ignore[misc]
-    publish(rows, columns, out)
+    publish(rows, make_columns(*_COUNTERS), out)
 
 
 def _profile(name: str, what: str, *, tokens: int) -> Iterator[Measurement]:

@@ -15,13 +15,12 @@ import cqs
 from benchmarks.cases import Case
 from benchmarks.errors import verify_close, verify_output
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.sharded import killing
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.verify import VerificationError
 from cqs.problem import Problem
 from cqs.report.measurement import Measurement, append_rows
-from cqs.report.table import percent
 
 _PARTS = {
     "load": "load_seconds",
@@ -70,22 +69,7 @@ def run(*, tokens: list[int] | None = None, repeats: int = 9, out: str | None = 
                 row = measure(cluster, problem, name, num_tasks, repeats)
                 rows.append(replace(row, executor=executor))
                 append_rows(rows[-1:], out)
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "run": lambda row: row.benchmark,
-        "by": lambda row: row.executor,
-        "W": lambda row: row.num_tasks,
-        "run ms": lambda row: f"{row.median_ms:.1f}",
-        "baseline": lambda row: row.baseline,
-        "ratio": lambda row: f"{row.ratio:.2f}",
-        **{part: partial(_part, name) for part, name in _PARTS.items()},
-        "overhead": lambda row: percent(row.details["overhead"]) if row.details else "",
-    }
-    publish(rows, columns, None)
-
-
-def _part(name: str, row: Measurement) -> str:
-    return f"{1e3 * row.details[name]:.1f}" if row.details else ""
+    publish(rows, make_columns(*_PARTS.values(), "overhead"), None)
 
 
 def _problems(tokens: list[int], has_gpu: bool) -> Iterator[tuple[Problem, str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 import cqs
 from benchmarks.errors import verify_answer
 from benchmarks.options import add_common, add_heads
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import progress_bar, track
 from cqs.distributed import Strategy, attention
 from cqs.executors.distributed.chunk_pass import ForwardPass
@@ -28,7 +28,6 @@ from cqs.executors.verify import VerificationError
 from cqs.partial import Partial
 from cqs.problem import check_problem
 from cqs.report.measurement import Measurement, append_rows
-from cqs.report.table import percent
 
 _NUM_CALLS = 16
 _NUM_LAYERS = 64
@@ -109,15 +108,7 @@ def run(
                 for moment in moments:
                     rows.append(_time_failures(cluster, shards, case, failures, moment))
                     append_rows(rows[-1:], out)
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "by": lambda row: row.executor,
-        "actors": lambda row: row.num_tasks,
-        "median ms": lambda row: f"{row.median_ms:.3f}",
-        "baseline": lambda row: row.baseline,
-        "overhead": lambda row: percent(row.ratio - 1),
-    }
-    publish(rows, columns, None)
+    publish(rows, make_columns(), None)
 
 
 def _make(

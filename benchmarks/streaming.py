@@ -11,7 +11,7 @@ from torch import Tensor
 import cqs
 from benchmarks.errors import relative_error
 from benchmarks.options import add_common, add_heads
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import time_by_wall_clock, track
 from cqs.executors.streaming.budget import parse_budget
@@ -99,17 +99,7 @@ def run(
             else:
                 measure = _measure_both if backward == "yes" else _measure_forward
                 rows.append(measure(length, shape, is_causal, given, repeats))
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "pass": lambda row: row.benchmark.partition(" ")[2],
-        "s": lambda row: f"{row.median_ms / 1e3:.3f}",
-        "to baseline": lambda row: f"{row.ratio:.3f}",
-        "predicted s": lambda row: f"{row.details['predicted_ms'] / 1e3:.3f}",
-        "MiB": lambda row: f"{row.details['peak_bytes'] / 2**20:.0f}",
-        "predicted": lambda row: f"{row.details['predicted_bytes'] / 2**20:.0f}",
-        "budget": lambda row: f"{row.details['budget'] / 2**20:.0f}",
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns("predicted_ms", "peak_bytes", "predicted_bytes", "budget"), out)
 
 
 def _device() -> torch.device:

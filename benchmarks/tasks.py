@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.errors import verify_answer
 from benchmarks.options import add_common
-from benchmarks.publish import make_row, publish
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import time_in_turn
 from cqs.executors.contract import Planned
 from cqs.executors.local import LocalExecutor
@@ -55,16 +55,7 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             mask = "causal" if is_causal else "full"
             case = Case(mask, tokens, tokens, heads, heads, head_dim, is_causal=is_causal)
             rows += _measure(case.make(dtype, device), repeats)
-    columns: dict[str, Callable[[Measurement], object]] = {
-        "case": lambda row: row.case,
-        "pass": lambda row: row.benchmark.partition(" ")[2],
-        "tasks": lambda row: row.executor,
-        "W": lambda row: row.num_tasks,
-        "median ms": lambda row: f"{row.median_ms:.1f}",
-        "to one call": lambda row: f"{row.ratio:.3f}",
-        "to PyTorch": lambda row: f"{row.details['over_torch']:.3f}",
-    }
-    publish(rows, columns, out)
+    publish(rows, make_columns("over_torch"), out)
 
 
 def _measure(problem: Problem, repeats: int) -> list[Measurement]:

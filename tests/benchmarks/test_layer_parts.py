@@ -1,35 +1,30 @@
-"""The benchmarks ``block`` and ``model`` verify and time a layer on meshes, and training steps."""
+"""The benchmarks ``block`` and ``model`` verify and time a layer on meshes, and steps of models."""
 
 import pytest
-import torch
-from models import make_mesh
+from ranks import run_as_torchrun
 
-from benchmarks import block, layer_parts, model
-from cqs.patterns import sliding_window
+from benchmarks.__main__ import main
+from cqs.report.measurement import read_rows
 
 pytestmark = pytest.mark.long
 
-SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_size": 64}
-LAYOUTS = {"hybrid 2x2": (2, 2), "sequence 4x1": (4, 1)}
+LAYERS = ["dense-63-h4-kv2-d8", "window-63-h4-kv2-d8"]
+LAYOUTS = [("hybrid 2x2", 4), ("sequence 4x1", 4)]
+STEPS = [("sdpa", 1), ("cqs one", 1), ("cqs", 4)]
+ROWS = {"block --heads 4 --kv-heads 2 --head-dim 8": (LAYERS, LAYOUTS)}
+"""Command -> cases of its rows, and executor and number of ranks of the rows of a case."""
+for name in ("llama-tiny", "wan-tiny", "cogvideox-tiny"):
+    ROWS[f"model --model {name}"] = [f"{name}-63"], STEPS
 
 
-def measured(group):
-    meshes = {name: make_mesh(*shape) for name, shape in LAYOUTS.items()}
-    given = SIZES, 64, sliding_window(4, 0), torch.device("cpu")
-    return block.measure(meshes, *given, repeats=1, group=group)
-
-
-def test_rows_of_every_layout_are_kept_by_the_first_rank(mesh_ranks):
-    rows, *others = mesh_ranks.run(4, measured)
-    assert others == [[]] * 3
-    assert [row.executor for row in rows] == list(LAYOUTS)
+@pytest.mark.parametrize("command", ROWS)
+def test_the_first_rank_writes_rows_of_verified_results(tmp_path, command):
+    out = str(tmp_path / "rows.jsonl")
+    options = ["--seqlen", "63", "--repeats", "1", "--out", out]
+    run_as_torchrun(4, main, [*command.split(), *options])
+    rows, (cases, methods) = read_rows(out, lambda row: [row]), ROWS[command]
+    found = [(row["case"], row["executor"], row["num_tasks"]) for row in rows]
+    assert found == [(case, *each) for case in cases for each in methods]
     for row in rows:
-        parts = [row.details[f"{part}_ms"] for part in layer_parts.PARTS]
-        assert min(parts) > 0 and row.num_tasks == 4 and row.case.startswith("window-64-h4-kv2")
-
-
-def test_steps_on_ranks_have_the_gradients_of_one_device(ranks):
-    """Otherwise the benchmark raises."""
-    given = "llama-tiny", 64, model.METHODS, torch.device("cpu"), 1
-    rows, *_ = ranks.run(4, model.measure, *given)
-    assert [row.num_tasks for row in rows] == [1, 1, 4]
+        parts = [each for name, each in row["details"].items() if name.endswith("_ms")]
+        assert min([row["median_ms"], *parts]) > 0
