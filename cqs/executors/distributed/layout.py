@@ -176,9 +176,7 @@ def lay_out(
         ValueError: ``plan`` does not fit the number of ranks.
     """
     num_ranks, lengths = len(seqlens_q), (sum(seqlens_q), sum(seqlens_kv))
-    bound = None if pattern is None else pattern.bind(*lengths)
-    num_pairs = None if bound is None else bound.num_pairs
-    workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
+    workload, bound = make_workload(seqlens_q, seqlens_kv, shape, is_causal, pattern)
     passes = "both" if with_gradients else "forward"
     chosen = _choose_plan(
         workload, bound, seqlens_q, seqlens_kv, machine, passes, plan, head_parallel, tile
@@ -220,6 +218,16 @@ def lay_out(
     ]
     routes = query_route, key_route, result_route
     return Layout(task_plan, *splits[rank], *own, *routes, chunks, separate, (whole,))
+
+
+def make_workload(
+    seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, is_causal: bool, pattern: Any
+) -> tuple[Workload, BoundPattern | None]:
+    """Return the workload of :func:`lay_out`, and the pattern of the whole sequence."""
+    lengths = sum(seqlens_q), sum(seqlens_kv)
+    bound = None if pattern is None else pattern.bind(*lengths)
+    num_pairs = None if bound is None else bound.num_pairs
+    return Workload(lengths[0], shape, is_causal, lengths[1], num_pairs), bound
 
 
 def _find_needs(

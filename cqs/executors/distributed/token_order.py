@@ -108,56 +108,59 @@ def predict_order(
         The prediction. Its peak memory has the parts of :func:`~cqs.scheduler.cost_model
         .predict_plan`: the bytes held for exchanges, results and gradients of the shard.
     """
-    num_tasks, resident = num_devices // head_parallel, order.resident
+    num_tasks, sides = num_devices // head_parallel, (order.resident, 1 - order.resident)
     needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     counts = (
         max(max(need.queries, need.query_results) for need in needs),
         max(max(need.keys, need.key_results) for need in needs),
     )
     pairs = min(float(num_tasks), counts[0] * counts[1])
-    chunks = order.num_chunks
-    shape = workload.part(head_parallel, chunks)
-    shard = workload.shard_rows(num_devices)
-    per_batch = counts[resident] / order.num_batches
+    resident, streamed = (counts[side] for side in sides)
+    per_batch = resident / order.num_batches
     # Each group is paired with the same number of groups of the other side.
-    seen = min(counts[1 - resident], per_batch * pairs / counts[resident])
+    seen = min(streamed, per_batch * pairs / resident)
     number = max(round(seen), 1) if order.is_streamed else 1
 
-    def flow(side: int, groups: float) -> Flow:
-        rows = shard[side] * head_parallel * groups
-        is_local = head_parallel * counts[side] == 1
-        return Flow(rows, rows * (not is_local), rows * is_local, is_local)
+    shape, shard = workload.part(head_parallel, order.num_chunks), workload.shard_rows(num_devices)
+    flows = list[Flow]()
+    for side, groups in zip(sides, (per_batch, seen / number), strict=True):
+        rows, is_local = shard[side] * head_parallel * groups, head_parallel * counts[side] == 1
+        flows.append(Flow(rows, rows * (not is_local), rows * is_local, is_local))
+    batch, part = flows
+    rounds = make_rounds(order.resident, [(batch, [(part, ())] * min(number, 3))])  # later: alike
+    head_groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
+    held = HeldBytes(
+        *(shape, DeviceRows(rounds, shard, head_groups), order.num_chunks),
+        is_backward=is_backward,
+        has_buffer=False,
+    )
 
-    batch_flow, part_flow = flow(resident, per_batch), flow(1 - resident, seen / number)
-    parts = [(part_flow, ())] * min(number, 3)  # later parts hold the same
-    groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    rows = DeviceRows(make_rounds(resident, [(batch_flow, parts)]), shard, groups)
-
-    near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
-    query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
-    inputs, results = (query, key), (result, 0)
+    inputs: tuple[float, float] = shape.query_bytes(1), shape.key_bytes(1)
+    result = shape.result_bytes(1)
+    results: tuple[float, float] = result, 0
     if is_backward:
         output = result - shape.batch * shape.num_heads * shape.sum_itemsize
-        inputs, results = (query + output + result, key), (query, key)
-
-    def exchange(side: int, num_bytes: float) -> float:
-        return machine.exchange(*(shares[side] * num_bytes for shares in near))
-
-    there = exchange(1 - resident, part_flow.sent * inputs[1 - resident])
-    back = exchange(1 - resident, part_flow.sent * results[1 - resident])
-    exposed = exchange(resident, batch_flow.sent * inputs[resident]) + there
-    exposed += exchange(resident, batch_flow.sent * results[resident]) or back
-    calls = counts[0] * (number if resident == QUERIES else order.num_batches)
+        inputs, results = (inputs[0] + output + result, inputs[1]), inputs
+    near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
+    receive, send = (
+        [
+            machine.exchange(*(shares[side] * (flow.sent * row_bytes[side]) for shares in near))
+            for side, flow in zip(sides, flows, strict=True)
+        ]
+        for row_bytes in (inputs, results)
+    )
+    calls = counts[0] * (number if order.resident == QUERIES else order.num_batches)
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
-    rounds = chunks * order.num_batches
-    seconds = max(compute, rounds * (number - 1) * (there + back)) + rounds * exposed
+    num_batches = order.num_chunks * order.num_batches
+    seconds = max(compute, num_batches * (number - 1) * (receive[1] + send[1]))
+    seconds += num_batches * (sum(receive) + (send[0] or send[1]))
 
-    moved = batch_flow.sent * (inputs[resident] + results[resident])
-    moved += number * part_flow.sent * (inputs[1 - resident] + results[1 - resident])
-    own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
-    held = HeldBytes(shape, rows, chunks, is_backward=is_backward, has_buffer=False)
-    return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
+    row_bytes = [sum(both) for both in zip(inputs, results, strict=True)]
+    moved = batch.sent * row_bytes[sides[0]] + number * part.sent * row_bytes[sides[1]]
+    own = sum(n * num_bytes for n, num_bytes in zip(shard, row_bytes, strict=True))
+    moved = max(num_batches * moved - order.num_chunks * own, 0.0)
+    return Prediction(seconds, moved, held.most, head_parallel, kind)
 
 
 class OrderPrediction(NamedTuple):
@@ -178,7 +181,7 @@ def predict_orders(
     plans: Sequence[Kind | str] = ("any",),
     head_parallel: int | str = "auto",
     most_chunks: int | None = None,
-    num_units: Callable[[int, Kind], tuple[int, int]] | None = None,
+    num_units: Callable[[int, Kind], tuple[int, int]] = lambda degree, kind: kind.num_groups,
 ) -> list[OrderPrediction]:
     """Predict the costs of all orders of all plans, the fastest first.
 
@@ -191,7 +194,7 @@ def predict_orders(
         head_parallel: Head-parallel degree, or ``"auto"`` for all that the heads support.
         most_chunks: Maximum number of head chunks.
         num_units: Returns the largest number of groups of queries, and of keys, of a task, given
-            the head-parallel degree and the kind; ``None`` means the numbers of the kind.
+            the head-parallel degree and the kind; by default the numbers of the kind.
 
     Example:
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
@@ -199,19 +202,17 @@ def predict_orders(
         >>> [order.prediction.peak_bytes // 2**20 for order in (costs[0], costs[-1])]
         [1738.0, 268.0]
     """
-    shape, predictions = workload.shape, []
+    shape = workload.shape
     per_node = machine.devices_per_node if machine.devices_per_node < num_devices else 1
-    degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
-    for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
-        kinds = [
-            kind
-            for plan in plans
-            for kind in list_kinds(plan, num_devices // degree, per_node / degree)
-        ]
-        for kind in kinds:
-            counts = kind.num_groups if num_units is None else num_units(degree, kind)
-            for order in list_orders(workload.part(degree), counts, most_chunks):
-                arguments = workload, num_devices, machine, degree, kind, order
-                prediction = predict_passes(partial(predict_order, *arguments), passes)
-                predictions.append(OrderPrediction(prediction, order))
+    degrees: Sequence[int | str] = [head_parallel]
+    if isinstance(head_parallel, str):
+        degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
+    predict_with = partial(predict_order, workload, num_devices, machine)
+    predictions = [
+        OrderPrediction(predict_passes(partial(predict_with, degree, kind, order), passes), order)
+        for degree in map(int, degrees)
+        for plan in plans
+        for kind in list_kinds(plan, num_devices // degree, per_node / degree)
+        for order in list_orders(workload.part(degree), num_units(degree, kind), most_chunks)
+    ]
     return sorted(predictions, key=lambda costs: costs.prediction.seconds)
