@@ -136,7 +136,7 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
 
     If the limit is free memory, results and gradients are included.
     """
-    shards, chunk = (layout.query_route.shards, layout.key_route.shards), layout.chunks[0]
+    shards = layout.query_route.shards, layout.key_route.shards
     head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
     devices = [
         DeviceRows(
@@ -154,9 +154,7 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
-    heads, kv_heads = len(chunk.query_heads[0]), len(chunk.kv_heads[0])
-    num_chunks = len(layout.chunks)
-    chunk_shape = replace(limit.shape, num_heads=heads, num_kv_heads=kv_heads)
+    chunk_shape, num_chunks = layout.chunks[0].part(limit.shape), len(layout.chunks)
     counts = [
         [
             HeldBytes(

@@ -55,6 +55,11 @@ class HeadChunk:
         """Heads of every rank for query, key and value."""
         return self.query_heads, self.kv_heads, self.kv_heads
 
+    def part(self, shape: AttentionShape) -> AttentionShape:
+        """Return the shape of these heads of a rank, given that of all heads."""
+        num_heads, kv_heads, _ = (len(heads[0]) for heads in self.heads)
+        return replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -119,15 +124,10 @@ class Layout:
         Args:
             shape: Heads, head dimensions, batch and element size of the shards.
         """
-        num_heads, kv_heads, _ = (
-            sum(len(head_ranges[0]) for head_ranges in chunk_heads)
-            for chunk_heads in zip(*(chunk.heads for chunk in self.chunks), strict=True)
-        )
-        part = replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
+        part = self.chunks[0].part(shape)
         output = part.batch * part.num_heads * part.value_columns * part.itemsize
-        queries, keys = self.query_route.num_moved, self.key_route.num_moved
-        sent = part.query_bytes(queries) + part.key_bytes(keys)
-        return sent + output * self.result_route.num_moved
+        sent = output * self.result_route.num_moved + part.query_bytes(self.query_route.num_moved)
+        return len(self.chunks) * (sent + part.key_bytes(self.key_route.num_moved))
 
     @cached_property
     def is_final(self) -> bool:
