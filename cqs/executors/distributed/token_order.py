@@ -108,59 +108,55 @@ def predict_order(
         The prediction. Its peak memory has the parts of :func:`~cqs.scheduler.cost_model
         .predict_plan`: the bytes held for exchanges, results and gradients of the shard.
     """
-    num_tasks, sides = num_devices // head_parallel, (order.resident, 1 - order.resident)
+    num_tasks, resident = num_devices // head_parallel, order.resident
     needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     counts = (
         max(max(need.queries, need.query_results) for need in needs),
         max(max(need.keys, need.key_results) for need in needs),
     )
     pairs = min(float(num_tasks), counts[0] * counts[1])
-    resident, streamed = (counts[side] for side in sides)
-    per_batch = resident / order.num_batches
+    chunks = order.num_chunks
+    shape, shard = workload.part(head_parallel, chunks), workload.shard_rows(num_devices)
+    per_batch = counts[resident] / order.num_batches
     # Each group is paired with the same number of groups of the other side.
-    seen = min(streamed, per_batch * pairs / resident)
+    seen = min(counts[1 - resident], per_batch * pairs / counts[resident])
     number = max(round(seen), 1) if order.is_streamed else 1
 
-    shape, shard = workload.part(head_parallel, order.num_chunks), workload.shard_rows(num_devices)
-    flows = list[Flow]()
-    for side, groups in zip(sides, (per_batch, seen / number), strict=True):
-        rows, is_local = shard[side] * head_parallel * groups, head_parallel * counts[side] == 1
-        flows.append(Flow(rows, rows * (not is_local), rows * is_local, is_local))
-    batch, part = flows
-    rounds = make_rounds(order.resident, [(batch, [(part, ())] * min(number, 3))])  # later: alike
-    head_groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    held = HeldBytes(
-        *(shape, DeviceRows(rounds, shard, head_groups), order.num_chunks),
-        is_backward=is_backward,
-        has_buffer=False,
-    )
+    def flow(side: int, groups: float) -> Flow:
+        rows = shard[side] * head_parallel * groups
+        is_local = head_parallel * counts[side] == 1
+        return Flow(rows, rows * (not is_local), rows * is_local, is_local)
 
-    inputs: tuple[float, float] = shape.query_bytes(1), shape.key_bytes(1)
-    result = shape.result_bytes(1)
-    results: tuple[float, float] = result, 0
+    batch_flow, part_flow = flow(resident, per_batch), flow(1 - resident, seen / number)
+    parts = [(part_flow, ())] * min(number, 3)  # later parts hold the same
+    groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
+    rows = DeviceRows(make_rounds(resident, [(batch_flow, parts)]), shard, groups)
+
+    near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
+    query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
+    inputs, results = (query, key), (result, 0)
     if is_backward:
         output = result - shape.batch * shape.num_heads * shape.sum_itemsize
-        inputs, results = (inputs[0] + output + result, inputs[1]), inputs
-    near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
-    receive, send = (
-        [
-            machine.exchange(*(shares[side] * (flow.sent * row_bytes[side]) for shares in near))
-            for side, flow in zip(sides, flows, strict=True)
-        ]
-        for row_bytes in (inputs, results)
-    )
-    calls = counts[0] * (number if order.resident == QUERIES else order.num_batches)
+        inputs, results = (query + output + result, key), (query, key)
+
+    def exchange(side: int, num_bytes: float) -> float:
+        return machine.exchange(*(shares[side] * num_bytes for shares in near))
+
+    there = exchange(1 - resident, part_flow.sent * inputs[1 - resident])
+    back = exchange(1 - resident, part_flow.sent * results[1 - resident])
+    exposed = exchange(resident, batch_flow.sent * inputs[resident]) + there
+    exposed += exchange(resident, batch_flow.sent * results[resident]) or back
+    calls = counts[0] * (number if resident == QUERIES else order.num_batches)
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
-    num_batches = order.num_chunks * order.num_batches
-    seconds = max(compute, num_batches * (number - 1) * (receive[1] + send[1]))
-    seconds += num_batches * (sum(receive) + (send[0] or send[1]))
+    rounds = chunks * order.num_batches
+    seconds = max(compute, rounds * (number - 1) * (there + back)) + rounds * exposed
 
-    row_bytes = [sum(both) for both in zip(inputs, results, strict=True)]
-    moved = batch.sent * row_bytes[sides[0]] + number * part.sent * row_bytes[sides[1]]
-    own = sum(n * num_bytes for n, num_bytes in zip(shard, row_bytes, strict=True))
-    moved = max(num_batches * moved - order.num_chunks * own, 0.0)
-    return Prediction(seconds, moved, held.most, head_parallel, kind)
+    moved = batch_flow.sent * (inputs[resident] + results[resident])
+    moved += number * part_flow.sent * (inputs[1 - resident] + results[1 - resident])
+    own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
+    held = HeldBytes(shape, rows, chunks, is_backward=is_backward, has_buffer=False)
+    return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
 
 
 class OrderPrediction(NamedTuple):
