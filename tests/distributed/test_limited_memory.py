@@ -116,7 +116,7 @@ def measure(compute):
             method = partialmethod(measured, getattr(RankTask, name), is_forward)
             patch.setattr(RankTask, name, method)
         patch.setattr(bounded, "most_bytes", noted)
-        bounded.lay_out_within.cache_clear()
+        bounded._choose_order.cache_clear()
         gc.disable()  # it would free tensors of earlier calls during a pass
         result = compute()
         gc.enable()

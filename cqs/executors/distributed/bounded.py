@@ -1,7 +1,7 @@
 """Choice of the order in which ranks receive tokens, so that they hold few of them at a time."""
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from cqs.executors.distributed.layout import (
     make_workload,
 )
 from cqs.executors.distributed.rank_task import BOUNDED_TURNS
-from cqs.executors.distributed.token_order import predict_orders
+from cqs.executors.distributed.token_order import TokenOrder, predict_orders
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
 from cqs.scheduler.held_bytes import DeviceRows, HeldBytes, most_bytes
@@ -46,7 +46,6 @@ class Limit(NamedTuple):
     """Whether LSEs of final results are sent too."""
 
 
-@lru_cache(maxsize=64)
 def lay_out_within(
     limit: Limit,
     seqlens_q: Lengths,
@@ -56,9 +55,6 @@ def lay_out_within(
     **options: Any,
 ) -> Layout:
     """Lay out attention for one rank in the fastest order that fits a limit.
-
-    Head chunks are received as a whole if they fit, or if nothing fits free memory and they hold
-    the fewest bytes.
 
     Args:
         limit: The limit.
@@ -71,19 +67,38 @@ def lay_out_within(
     Raises:
         ValueError: No order fits the limit; the message gives the smallest that one fits.
     """
+    lengths = seqlens_q, seqlens_kv
+    chosen = None if limit.max_bytes is None else _choose_order(limit, *lengths, shape, **options)
+    if chosen is None:
+        return lay_out(*lengths, rank, shape, **options)
+    degree, kind, order = chosen
+    options |= {"plan": kind, "head_parallel": degree, "with_gradients": True}
+    layout = lay_out(*lengths, rank, shape, **options)
+    chunks = make_chunks(order.num_chunks, len(seqlens_q), degree, shape)
+    return replace(order_tokens(layout, cut_tasks(layout), *order[1:]), chunks=chunks)
+
+
+@lru_cache(maxsize=64)
+def _choose_order(
+    limit: Limit, seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, **options: Any
+) -> tuple[int, Kind, TokenOrder] | None:
+    """Return head-parallel degree, kind and order of the fastest order within a limit.
+
+    Return ``None`` if head chunks as a whole fit, or if nothing fits free memory and they hold the
+    fewest bytes. All ranks choose alike, so the layouts of rank 0 are counted.
+    """
     with_gradients, is_small = options["with_gradients"], len(seqlens_q) <= _FEW_RANKS
-    layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
-    if limit.max_bytes is None:
-        return layout
-    held = _count_bytes(limit, layout, with_gradients=with_gradients)
+    count = partial(_count_bytes, limit, with_gradients=with_gradients)
+    held = count(lay_out(seqlens_q, seqlens_kv, 0, shape, **options))
+    assert limit.max_bytes is not None
     if held <= limit.max_bytes:
-        return layout
-    least = held, layout
+        return None
+    least: tuple[float, tuple[int, Kind, TokenOrder] | None] = held, None
 
     @cache
     def cut(degree: int, kind: Kind) -> tuple[Layout, Cells]:
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
-        layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **chosen)
+        layout = lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen)
         return layout, cut_tasks(layout)
 
     @cache
@@ -115,14 +130,13 @@ def lay_out_within(
         smallest = sorted(predicted, key=lambda costs: costs.prediction.peak_bytes)[:_MOST_TRIED]
         predicted = [costs for costs in predicted if costs.prediction.peak_bytes <= highest]
         predicted += smallest
-    for (_, _, _, degree, kind), (num_chunks, *order) in predicted:
+    for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        chunks = make_chunks(num_chunks, len(seqlens_q), degree, shape)
-        layout = replace(reorder(degree, kind, *order), chunks=chunks)
-        held = _count_bytes(limit, layout, with_gradients=with_gradients)
+        chunks = make_chunks(order.num_chunks, len(seqlens_q), degree, shape)
+        held = count(replace(reorder(degree, kind, *order[1:]), chunks=chunks))
         if held <= limit.max_bytes:
-            return layout
-        least = min(least, (held, layout), key=itemgetter(0))
+            return degree, kind, order
+        least = min(least, (held, (degree, kind, order)), key=itemgetter(0))
     if not limit.is_given:
         return least[1]
     raise ValueError(
