@@ -78,18 +78,17 @@ def split_documents(
         for queries in placement.queries.task_ranges(rank // head_parallel).listed()
         for part in (_split(queries, own) if own else [queries])
     ]
-    documents = placement.documents
     # In arrays, because a count of few rows takes as long as one of many.
     ranks, starts, stops = np.array(parts, np.int64).reshape(-1, 3).T
+    documents = placement.documents
     pairs = documents.live_before(stops) - documents.live_before(starts)
     columns = (ranks, starts, stops, *documents.keys_of(starts, stops), pairs)
-    splits = [(list[Step](), list[Step](), list[Step]()) for _ in owned]
+    home, away = ([list[Step]() for _ in owned] for _ in range(2))
     for rank, start, stop, *keys, live_pairs in zip(*map(np.ndarray.tolist, columns), strict=True):
-        rows = range(start, stop)
+        step = Step(rank, range(start, stop), (range(*keys),), None, live_pairs)
         if live_pairs:
-            chosen = splits[rank][1 if contains(owned[rank], rows) else 2]
-            chosen.append(Step(rank, rows, (range(*keys),), None, live_pairs))
-    return [SplitSteps(*map(tuple, split)) for split in splits]
+            (home if contains(owned[rank], step.queries) else away)[rank].append(step)
+    return [SplitSteps((), *map(tuple, parts)) for parts in zip(home, away, strict=True)]
 
 
 def span_of(steps: Sequence[Step]) -> range:
