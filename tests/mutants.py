@@ -1135,10 +1135,10 @@ FAULTS = (
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
     ),
     Fault(
-        "keys after the shard are not received for documents",
-        "executors/distributed/document_needs.py",
-        "is_missing = (start < first) | (stop > last)",
-        "is_missing = start < first",
+        "keys of other shards are not received for queries of the shard",
+        "executors/distributed/layout.py",
+        "for part in split[1:] if not see_only(keys, part)",
+        "for part in split[2:] if not see_only(keys, part)",
         "distributed/test_packed_documents.py::test_keys_of_documents_are_received_once",
     ),
     Fault(
@@ -1193,8 +1193,8 @@ FAULTS = (
     Fault(
         "gradients of streamed parts replace each other",
         "executors/distributed/chunk_pass.py",
-        "total[:, :, rows] += part",
-        "total[:, :, rows] = part",
+        "total[:, :, rows] += tensor[:, :, part]",
+        "total[:, :, rows] = tensor[:, :, part]",
         "distributed/test_limited_memory.py::"
         "test_every_dtype_tracks_exact_and_holds_what_is_predicted",
     ),

@@ -38,7 +38,7 @@ BUDGETS = {
     "cqs/worker": Budget(1502, 285, 8),
     "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(937, 147, 8),
-    "cqs/executors/distributed": Budget(3440, 284, 15),
+    "cqs/executors/distributed": Budget(3327, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
     "cqs/executors/ray": Budget(2772, 375, 16),
     "cqs/integrations": Budget(1627, 276, 15),

@@ -1,17 +1,17 @@
 """Tasks cut into batches and parts, so that a rank holds few of its tokens at a time."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
+from cqs.executors.distributed.layout import Layout
 from cqs.executors.distributed.route import Route
-from cqs.executors.distributed.token_order import TokenOrder, make_rounds
+from cqs.executors.distributed.token_order import make_rounds
 from cqs.patterns import BoundPattern
 from cqs.ranges import overlap
-from cqs.scheduler import Plan, Step
-from cqs.scheduler.rounds import KEYS, QUERIES, Round
+from cqs.scheduler import Step
+from cqs.scheduler.rounds import KEYS, QUERIES
 from cqs.scheduler.task import join_ranges
 
 
@@ -24,141 +24,113 @@ class Cell(NamedTuple):
     """Queries and keys."""
 
 
-@dataclass(frozen=True)
-class CutPlan:
-    """The tasks of all ranks, cut by token groups on both sides."""
+Cells = Sequence[Sequence[Cell]]
+"""For every rank, cells of its task."""
 
-    plan: Plan
-    shards: tuple[Sequence[range], Sequence[range]]
-    """For every rank, the positions of its queries, and of its keys."""
-    head_parallel: int
 
-    @cached_property
-    def _rounds(self) -> dict[Any, tuple[Round[Route], ...]]:
-        """Rounds by rank and by order without head chunks, which are alike."""
-        return {}
+def cut_tasks(layout: Layout) -> Cells:
+    """Cut the tasks of all ranks by token groups on both sides, given the layout of one rank."""
+    plan = layout.plan
+    bound = None if plan.pattern is None else plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+    tasks = [
+        [cell for step in task.steps for cell in _cut_step(step, plan.key_groups, bound)]
+        for task in map(plan.task, range(plan.num_tasks))
+    ]
+    num_ranks = len(layout.query_route.shards)
+    return [tasks[rank * plan.num_tasks // num_ranks] for rank in range(num_ranks)]
 
-    @cached_property
-    def cells(self) -> list[list[Cell]]:
-        """The cells of every rank's task."""
-        plan, number = self.plan, self.plan.num_tasks
-        pattern = plan.pattern
-        bound = None if pattern is None else pattern.bind(plan.seqlen_q, plan.seqlen_kv)
-        units = plan.key_groups
-        task_cells = [
-            [cell for step in plan.task(index).steps for cell in _cut_step(step, units, bound)]
-            for index in range(number)
-        ]
-        return [task_cells[rank // self.head_parallel] for rank in range(len(self.shards[0]))]
 
-    @property
-    def num_units(self) -> tuple[int, int]:
-        """Largest number of groups of queries, and of ranges of keys, of a task."""
-        queries, keys = (
-            max(len({cell.units[side] for cell in cells}) for cells in self.cells)
-            for side in (QUERIES, KEYS)
-        )
-        return queries, keys
+def count_units(cells: Cells) -> tuple[int, int]:
+    """Return the largest number of groups of queries, and of ranges of keys, of a task."""
+    queries, keys = (
+        max(len({cell.units[side] for cell in task}) for task in cells) for side in (QUERIES, KEYS)
+    )
+    return queries, keys
 
-    def _wanted(self, order: TokenOrder) -> list[tuple[list[list[Cell]], list[list[list[Cell]]]]]:
-        """Return the cells of every rank in each batch, and in each of its parts.
+
+def order_tokens(
+    layout: Layout, cells: Cells, resident: int, num_batches: int, is_streamed: bool
+) -> Layout:
+    """Return the layout of a rank that receives tokens in an order.
+
+    Args:
+        layout: The layout of the rank, with gradients.
+        cells: The cells of all ranks.
+        resident: See :class:`TokenOrder`.
+        num_batches: See :class:`TokenOrder`.
+        is_streamed: See :class:`TokenOrder`.
+    """
+    plan, streamed, steps = layout.plan, 1 - resident, layout.steps
+    number = len(plan.key_groups) if is_streamed else 1
+
+    def route(side: int, part: Cells) -> Route:
+        shards = (layout.query_route, layout.key_route)[side].shards
+        return Route(shards, [_tokens(task, side) for task in part], layout.rank)
+
+    def divide(side: int, whole: Cells, number: int) -> Iterator[Cells]:
+        """Yield the first cells of every rank, the second, and so on; some ranks have fewer.
 
         A task begins with the groups of its own index on both sides, so that at any time the tasks
         receive tokens of different ranks.
         """
-        resident, streamed = order.resident, 1 - order.resident
-        batches = [
-            _divide_units(self._ordered(rank, resident, cells), resident, order.num_batches)
-            for rank, cells in enumerate(self.cells)
-        ]
-        wanted = []
-        for batch in _by_index(batches):
-            parts = [
-                _divide_units(
-                    self._ordered(rank, streamed, cells),
-                    streamed,
-                    len(cells) if order.is_streamed else 1,
-                )
-                for rank, cells in enumerate(batch)
-            ]
-            wanted.append((batch, _by_index(parts)))
-        return wanted
+        tasks = list[list[list[Cell]]]()
+        for rank, cells in enumerate(whole):
+            units = dict[tuple[int, int], list[Cell]]()
+            for cell in cells:
+                unit, own = cell.units[side], rank * plan.num_tasks // len(whole)
+                units.setdefault(((unit - own) % plan.num_tasks, unit), []).append(cell)
+            tasks.append(_divide([units[place] for place in sorted(units)], number))
+        return zip_longest(*tasks, fillvalue=())
 
-    def rounds(self, order: TokenOrder, rank: int) -> tuple[Round[Route], ...]:
-        """Return the rounds of a rank."""
-        key = rank, *order[1:]
-        if key not in self._rounds:
-            resident, streamed = order.resident, 1 - order.resident
-            batches = [
-                (
-                    self._route(cells, resident, rank),
-                    [(self._route(part, streamed, rank), _to_steps(part[rank])) for part in parts],
-                )
-                for cells, parts in self._wanted(order)
-            ]
-            self._rounds[key] = tuple(make_rounds(resident, batches))
-        return self._rounds[key]
-
-    def _ordered(self, rank: int, side: int, cells: list[Cell]) -> list[Cell]:
-        own, number = rank // self.head_parallel, self.plan.num_tasks
-        return sorted(cells, key=lambda cell: ((cell.units[side] - own) % number, cell.units[side]))
-
-    def _route(self, rank_cells: Sequence[list[Cell]], side: int, rank: int) -> Route:
-        return Route(self.shards[side], [_tokens(cells, side) for cells in rank_cells], rank)
+    batches = (
+        (
+            route(resident, batch),
+            [
+                (route(streamed, part), _to_steps(part[layout.rank]))
+                for part in divide(streamed, batch, number)
+            ],
+        )
+        for batch in divide(resident, cells, num_batches)
+    )
+    rounds = tuple(make_rounds(resident, batches))
+    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
+    return replace(layout, rounds=rounds, is_bounded=True, **separate)
 
 
-def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterable[Cell]:
+def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterator[Cell]:
     """Cut the keys of a step at the ends of ``units``; parts without a live pair are dropped."""
-    keys: dict[int, list[range]] = {}
-    for key_range in step.keys:
-        for i, unit in enumerate(units):
-            common = overlap(key_range, unit)
-            if common and (bound is None or bound.count(step.queries, common)):
-                keys.setdefault(i, []).append(common)
-    square = step.causal_keys
-    if square is not None:
-        first = next(i for i, unit in enumerate(units) if square.start in unit)
-        keys.setdefault(first, [])
-    for i, ranges in keys.items():
-        diagonal = square if square is not None and i == first else None
-        yield Cell((step.query_group, i), Step.of(step.query_group, step.queries, ranges, diagonal))
+    group, queries, square = step.query_group, step.queries, step.causal_keys
+    for i, unit in enumerate(units):
+        parts = (overlap(keys, unit) for keys in step.keys)
+        live = [part for part in parts if part and (bound is None or bound.count(queries, part))]
+        diagonal = square if square is not None and square.start in unit else None
+        if live or diagonal is not None:
+            yield Cell((group, i), Step.of(group, queries, live, diagonal))
 
 
-def _divide_units(cells: list[Cell], side: int, number: int) -> list[list[Cell]]:
-    """Divide ordered cells into at most ``number`` lists of whole units of a side."""
-    units = [list(unit) for _, unit in groupby(cells, key=lambda cell: cell.units[side])]
+def _divide(units: Sequence[Iterable[Cell]], number: int) -> list[list[Cell]]:
+    """Divide units into at most ``number`` lists of their cells."""
     number = min(number, len(units))
     marks = [i * len(units) // number for i in range(number + 1)] if number else [0]
-    return [
-        [cell for unit in units[a:b] for cell in unit]
-        for a, b in zip(marks, marks[1:], strict=False)
-    ]
-
-
-def _by_index(rank_lists: Sequence[Sequence[list[Cell]]]) -> list[list[list[Cell]]]:
-    """Return the first list of every rank, the second, and so on; some ranks have fewer."""
-    most = max(map(len, rank_lists))
-    return [[lists[i] if i < len(lists) else [] for lists in rank_lists] for i in range(most)]
+    return [[*chain(*units[a:b])] for a, b in pairwise(marks)]
 
 
 def _to_steps(cells: Iterable[Cell]) -> tuple[Step, ...]:
     """Join the cells of the same rows into one step each."""
     rows: dict[tuple[int, range], list[Step]] = {}
-    for cell in cells:
-        rows.setdefault((cell.step.query_group, cell.step.queries), []).append(cell.step)
+    for _, step in sorted(cells, key=lambda cell: cell.step.queries.start):
+        rows.setdefault((step.query_group, step.queries), []).append(step)
     return tuple(
         Step.of(
-            group,
-            queries,
-            [keys for step in steps for keys in step.keys],
-            next((step.causal_keys for step in steps if step.causal_keys is not None), None),
+            *queries,
+            chain(*(step.keys for step in steps)),
+            next(filter(None, (step.causal_keys for step in steps)), None),
         )
-        for (group, queries), steps in sorted(rows.items(), key=lambda item: item[0][1].start)
+        for queries, steps in rows.items()
     )
 
 
 def _tokens(cells: Iterable[Cell], side: int) -> tuple[range, ...]:
     """Return the queries, or the keys, of cells in ascending ranges."""
-    if side == QUERIES:
-        return join_ranges(cell.step.queries for cell in cells)
-    return join_ranges(block.keys for cell in cells for block in cell.step.blocks())
+    blocks = (block for cell in cells for block in cell.step.blocks())
+    return join_ranges(block.queries if side == QUERIES else block.keys for block in blocks)

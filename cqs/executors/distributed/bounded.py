@@ -2,17 +2,24 @@
 
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.batches import CutPlan
+from cqs.executors.distributed.batches import Cells, count_units, cut_tasks, order_tokens
 from cqs.executors.distributed.exchange import BOUNDED_TURNS
-from cqs.executors.distributed.layout import Layout, Lengths, lay_out, make_chunks
+from cqs.executors.distributed.layout import (
+    Layout,
+    Lengths,
+    lay_out,
+    make_chunks,
+    make_workload,
+)
 from cqs.executors.distributed.token_order import TokenOrder, predict_orders
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
 from cqs.scheduler.held_bytes import DeviceRows, HeldBytes, most_bytes
 from cqs.scheduler.rounds import QUERIES, Round
-from cqs.scheduler.workload import PASSES, Workload
+from cqs.scheduler.workload import PASSES
 
 _FEW_RANKS = 16
 """Number of ranks up to which the bytes of every order are counted."""
@@ -60,16 +67,15 @@ def lay_out_within(
     Raises:
         ValueError: No order fits the limit; the message gives the smallest that one fits.
     """
-    usual = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
-    if limit.max_bytes is None:
-        return usual
-    chosen = _choose_order(limit, seqlens_q, seqlens_kv, shape, **options)
+    lengths = seqlens_q, seqlens_kv
+    chosen = None if limit.max_bytes is None else _choose_order(limit, *lengths, shape, **options)
     if chosen is None:
-        return usual
+        return lay_out(*lengths, rank, shape, **options)
     degree, kind, order = chosen
     options |= {"plan": kind, "head_parallel": degree, "with_gradients": True}
-    layout = lay_out(seqlens_q, seqlens_kv, rank, shape, **options)
-    return _reorder(layout, _cut_plan(layout), order, shape)
+    layout = lay_out(*lengths, rank, shape, **options)
+    chunks = make_chunks(order.num_chunks, len(seqlens_q), degree, shape)
+    return replace(order_tokens(layout, cut_tasks(layout), *order[1:]), chunks=chunks)
 
 
 @lru_cache(maxsize=64)
@@ -79,42 +85,40 @@ def _choose_order(
     """Return head-parallel degree, kind and order of the fastest order within a limit.
 
     Return ``None`` if head chunks as a whole fit, or if nothing fits free memory and they hold the
-    fewest bytes.
+    fewest bytes. All ranks choose alike, so the layouts of rank 0 are counted.
     """
-    with_gradients, pattern = options["with_gradients"], options["pattern"]
-    usual = lay_out(seqlens_q, seqlens_kv, 0, shape, **options)
-    whole_bytes = _count_bytes(limit, usual, with_gradients=with_gradients)
+    with_gradients, is_small = options["with_gradients"], len(seqlens_q) <= _FEW_RANKS
+    count = partial(_count_bytes, limit, with_gradients=with_gradients)
+    held = count(lay_out(seqlens_q, seqlens_kv, 0, shape, **options))
     assert limit.max_bytes is not None
-    if whole_bytes <= limit.max_bytes:
+    if held <= limit.max_bytes:
         return None
-    lengths = sum(seqlens_q), sum(seqlens_kv)
-    bound = None if pattern is None else pattern.bind(*lengths)
+    least: tuple[float, tuple[int, Kind, TokenOrder] | None] = held, None
 
     @cache
-    def cut(degree: int, kind: Kind) -> tuple[Layout, CutPlan]:
+    def cut(degree: int, kind: Kind) -> tuple[Layout, Cells]:
         chosen = {**options, "plan": kind, "head_parallel": degree, "with_gradients": True}
         layout = lay_out(seqlens_q, seqlens_kv, 0, shape, **chosen)
-        return layout, _cut_plan(layout)
+        return layout, cut_tasks(layout)
 
-    least: tuple[float, tuple[int, Kind, TokenOrder] | None] = whole_bytes, None
-    num_pairs = None if bound is None else bound.num_pairs
-    workload = Workload(lengths[0], limit.shape, options["is_causal"], lengths[1], num_pairs)
-    plan, passes = options["plan"], "both" if with_gradients else "forward"
-    plans = [plan]
-    if plan in (None, "any"):
-        plans = ["any", *(["documents"] if isinstance(bound, BoundDocuments) else [])]
-    is_small = len(seqlens_q) <= _FEW_RANKS
+    @cache
+    def reorder(degree: int, kind: Kind, *order: Any) -> Layout:
+        return order_tokens(*cut(degree, kind), *order)
 
     def num_units(degree: int, kind: Kind) -> tuple[int, int]:
         if is_small or isinstance(kind, Documents):
-            return cut(degree, kind)[1].num_units
+            return count_units(cut(degree, kind)[1])
         return kind.num_groups
 
+    workload, bound = make_workload(
+        seqlens_q, seqlens_kv, limit.shape, options["is_causal"], options["pattern"]
+    )
+    plan, passes = options["plan"], "both" if with_gradients else "forward"
+    plans = ["any"] if plan in (None, "any") else [plan]
+    if plan in (None, "any") and isinstance(bound, BoundDocuments):
+        plans.append("documents")
     predicted = predict_orders(
-        workload,
-        len(seqlens_q),
-        options["machine"],
-        passes,
+        *(workload, len(seqlens_q), options["machine"], passes),
         plans=plans,
         head_parallel=options["head_parallel"],
         most_chunks=options["num_chunks"],
@@ -128,12 +132,11 @@ def _choose_order(
         predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        layout = _reorder(*cut(degree, kind), order, shape)
-        held = _count_bytes(limit, layout, with_gradients=with_gradients)
-        if held < least[0]:
-            least = held, (degree, kind, order)
+        chunks = make_chunks(order.num_chunks, len(seqlens_q), degree, shape)
+        held = count(replace(reorder(degree, kind, *order[1:]), chunks=chunks))
         if held <= limit.max_bytes:
             return degree, kind, order
+        least = min(least, (held, (degree, kind, order)), key=itemgetter(0))
     if not limit.is_given:
         return least[1]
     raise ValueError(
@@ -142,27 +145,12 @@ def _choose_order(
     )
 
 
-def _cut_plan(layout: Layout) -> CutPlan:
-    shards = layout.query_route.shards, layout.key_route.shards
-    return CutPlan(layout.plan, shards, len(shards[QUERIES]) // layout.plan.num_tasks)
-
-
-def _reorder(layout: Layout, cut_plan: CutPlan, order: TokenOrder, shape: AttentionShape) -> Layout:
-    """Return the layout of a rank that receives tokens in an order."""
-    num_ranks = len(layout.query_route.shards)
-    chunks = make_chunks(order.num_chunks, num_ranks, cut_plan.head_parallel, shape)
-    rounds, steps = cut_plan.rounds(order, layout.rank), layout.steps
-    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
-    return replace(layout, rounds=rounds, chunks=chunks, is_bounded=True, **separate)
-
-
 def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
     """Return the most bytes that any rank holds, given the layout of one.
 
     If the limit is free memory, results and gradients are included.
     """
-    shards, chunk = (layout.query_route.shards, layout.key_route.shards), layout.chunks[0]
-    heads, kv_heads = len(chunk.query_heads[0]), len(chunk.kv_heads[0])
+    shards = layout.query_route.shards, layout.key_route.shards
     head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
     devices = [
         DeviceRows(
@@ -180,18 +168,20 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
-    chunk_shape = replace(limit.shape, num_heads=heads, num_kv_heads=kv_heads)
-    num_chunks, passes = len(layout.chunks), PASSES["both" if with_gradients else "forward"]
-    count = partial(
-        HeldBytes,
-        keeps=with_gradients,
-        has_buffer=limit.has_buffer,
-        with_results=not limit.is_given,
-        rounds_sums=False,
-    )
+    chunk_shape, num_chunks = layout.chunks[0].part(limit.shape), len(layout.chunks)
     counts = [
-        [count(chunk_shape, rows, num_chunks, is_backward=is_backward) for rows in devices]
-        for is_backward in passes
+        [
+            HeldBytes(
+                *(chunk_shape, rows, num_chunks),
+                is_backward=is_backward,
+                keeps=with_gradients,
+                has_buffer=limit.has_buffer,
+                with_results=not limit.is_given,
+                rounds_sums=False,
+            )
+            for rows in devices
+        ]
+        for is_backward in PASSES["both" if with_gradients else "forward"]
     ]
     num_turns = BOUNDED_TURNS if layout.is_bounded else min(limit.num_turns, num_chunks)
     return most_bytes(counts, num_turns * limit.has_buffer)

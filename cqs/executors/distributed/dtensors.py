@@ -39,19 +39,19 @@ def to_local(*tensors: Tensor) -> "tuple[tuple[Tensor, ...], DeviceMesh | None]"
     Raises:
         ValueError: They are DTensors on different meshes, or not sharded on the sequence alone.
     """
-    if not all(hasattr(each, "placements") for each in tensors):
+    if not all(hasattr(tensor, "placements") for tensor in tensors):
         return tensors, None
     from torch.distributed.tensor import Shard
 
-    found: Any = tensors
-    mesh = found[0].device_mesh
-    for name, each in zip(("query", "key", "value"), found, strict=True):
-        if each.device_mesh != mesh or each.placements != (Shard(2),):
+    shards: Any = tensors
+    mesh = shards[0].device_mesh
+    for name, shard in zip(("query", "key", "value"), shards, strict=True):
+        if shard.device_mesh != mesh or shard.placements != (Shard(2),):
             raise ValueError(
                 f"{name} must have the mesh of query, 1-D, and the placements (Shard(2),), got "
-                f"{each.placements} on {each.device_mesh}"
+                f"{shard.placements} on {shard.device_mesh}"
             )
-    return tuple(each.to_local(grad_placements=[Shard(2)]) for each in found), mesh
+    return tuple(shard.to_local(grad_placements=[Shard(2)]) for shard in shards), mesh
 
 
 def to_local_copy(name: str, tensor: Any) -> Any:
@@ -85,11 +85,5 @@ def as_dtensor(shard: Tensor, query: Tensor, mesh: "DeviceMesh") -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     shape = torch.Size((*shard.shape[:2], query.shape[2], *shard.shape[3:]))
-    stride: list[int] = []
-    product = 1
-    for size in reversed(shape):
-        stride.insert(0, product)
-        product *= size
-    return DTensor.from_local(
-        shard, mesh, [Shard(2)], run_check=False, shape=shape, stride=tuple(stride)
-    )
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from cqs.executors.distributed.document_needs import DocumentNeeds, Wanted
 from cqs.executors.distributed.route import Route, cut_shards
 from cqs.executors.distributed.split_steps import (
     SplitSteps,
     keys_of,
     see_only,
     span_of,
+    split_documents,
     split_steps,
 )
 from cqs.patterns import BoundPattern
@@ -30,6 +30,9 @@ Lengths = tuple[int, ...]
 
 HeadsOfRanks = tuple[range, ...]
 """A range of heads for every rank; all ranges have one length."""
+
+Wanted = list[tuple[range, ...]]
+"""For every rank, ascending token ranges."""
 
 Separate = Sequence[tuple[int, int]]
 """For every rank two numbers of queries, see :attr:`Layout.separate`."""
@@ -54,6 +57,11 @@ class HeadChunk:
     def heads(self) -> tuple[tuple[range, ...], ...]:
         """Heads of every rank for query, key and value."""
         return self.query_heads, self.kv_heads, self.kv_heads
+
+    def part(self, shape: AttentionShape) -> AttentionShape:
+        """Return the shape of these heads of a rank, given that of all heads."""
+        num_heads, kv_heads, _ = (len(heads[0]) for heads in self.heads)
+        return replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
 
 
 @dataclass(frozen=True)
@@ -134,15 +142,10 @@ class Layout:
         Args:
             shape: Heads, head dimensions, batch and element size of the shards.
         """
-        num_heads, kv_heads, _ = (
-            sum(len(head_ranges[0]) for head_ranges in chunk_heads)
-            for chunk_heads in zip(*(chunk.heads for chunk in self.chunks), strict=True)
-        )
-        part = replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
+        part = self.chunks[0].part(shape)
         output = part.batch * part.num_heads * part.value_columns * part.itemsize
-        queries, keys = self.query_route.num_moved, self.key_route.num_moved
-        sent = part.query_bytes(queries) + part.key_bytes(keys)
-        return sent + output * self.result_route.num_moved
+        sent = output * self.result_route.num_moved + part.query_bytes(self.query_route.num_moved)
+        return len(self.chunks) * (sent + part.key_bytes(self.key_route.num_moved))
 
     @cached_property
     def is_final(self) -> bool:
@@ -191,9 +194,7 @@ def lay_out(
         ValueError: ``plan`` does not fit the number of ranks.
     """
     num_ranks, lengths = len(seqlens_q), (sum(seqlens_q), sum(seqlens_kv))
-    bound = None if pattern is None else pattern.bind(*lengths)
-    num_pairs = None if bound is None else bound.num_pairs
-    workload = Workload(lengths[0], shape, is_causal, lengths[1], num_pairs)
+    workload, bound = make_workload(seqlens_q, seqlens_kv, shape, is_causal, pattern)
     passes = "both" if with_gradients else "forward"
     chosen = _choose_plan(
         workload, bound, seqlens_q, seqlens_kv, machine, passes, plan, head_parallel, tile
@@ -208,9 +209,8 @@ def lay_out(
         *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
     )
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
-    find = _find_document_needs if isinstance(kind, Documents) else _find_needs
-    split, separate, wanted_results, wanted_queries, wanted_keys = find(
-        task_plan, shards_q, shards_kv, rank, head_parallel, with_gradients
+    splits, wanted_results, wanted_queries, wanted_keys = _find_needs(
+        task_plan, shards_q, shards_kv, head_parallel, with_gradients
     )
     query_route = result_route = Route(shards_q, wanted_results, rank)
     if wanted_queries != wanted_results:
@@ -229,78 +229,71 @@ def lay_out(
     )
     chunks = make_chunks(number, num_ranks, head_parallel, shape)
     own = shards_q[rank], shards_kv[rank]
-    whole = Round((query_route, key_route), steps=sum(split, ()))
-    return Layout(
-        task_plan, *split, *own, query_route, key_route, result_route, chunks, separate, (whole,)
-    )
+    whole = Round((query_route, key_route), steps=sum(splits[rank], ()))
+    separate = [
+        (0, 0) if kind.is_final else (len(queries) * bool(split.own), len(span_of(split.home)))
+        for split, queries in zip(splits, shards_q, strict=True)
+    ]
+    routes = query_route, key_route, result_route
+    return Layout(task_plan, *splits[rank], *own, *routes, chunks, separate, (whole,))
+
+
+def make_workload(
+    seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, is_causal: bool, pattern: Any
+) -> tuple[Workload, BoundPattern | None]:
+    """Return the workload of :func:`lay_out`, and the pattern of the whole sequence."""
+    lengths = sum(seqlens_q), sum(seqlens_kv)
+    bound = None if pattern is None else pattern.bind(*lengths)
+    num_pairs = None if bound is None else bound.num_pairs
+    return Workload(lengths[0], shape, is_causal, lengths[1], num_pairs), bound
 
 
 def _find_needs(
     plan: Plan,
     shards_q: Sequence[range],
     shards_kv: Sequence[range],
-    rank: int,
     head_parallel: int,
     with_gradients: bool,
-) -> tuple[SplitSteps, Separate, Wanted, Wanted, Wanted]:
-    """Return the steps of a rank, and the tokens that every rank requires for its task.
+) -> tuple[list[SplitSteps], Wanted, Wanted, Wanted]:
+    """Return the steps of every rank, and the tokens that it requires for its task.
 
     Args:
         plan: The plan of ``ranks / head_parallel`` tasks.
         shards_q: For every rank, the positions of its queries.
         shards_kv: For every rank, the positions of its keys.
-        rank: The rank to lay out.
         head_parallel: Number of ranks of a task.
         with_gradients: Whether a backward pass will follow.
 
     Returns:
-        The steps of the rank; :attr:`Layout.separate`; the queries of which every rank returns
-        results, those that it receives, and the keys that it receives.
+        The steps of all ranks; the queries of which every rank returns results, those that it
+        receives, and the keys that it receives.
     """
-    is_final = plan.kind.is_final
-    bound = None if plan.pattern is None else plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
-    tasks = [plan.task(r // head_parallel) for r in range(len(shards_q))]
-    if is_final and with_gradients:
-        splits = [SplitSteps((), (), task.steps) for task in tasks]
+    is_final, num_ranks = plan.kind.is_final, len(shards_q)
+    if isinstance(plan.kind, Documents):
+        own_queries = [range(0)] * num_ranks if with_gradients else shards_q
+        splits = split_documents(plan.placement, own_queries, head_parallel)
+        task_queries = [[step.queries for step in split.away] for split in splits]
+        task_keys = [keys_of(split.away) for split in splits]
     else:
+        bound = None if plan.pattern is None else plan.pattern.bind(plan.seqlen_q, plan.seqlen_kv)
+        tasks = [plan.task(rank // head_parallel) for rank in range(num_ranks)]
         splits = [
-            split_steps(task.steps, own_queries, range(0) if is_final else own_keys, bound)
-            for task, own_queries, own_keys in zip(tasks, shards_q, shards_kv, strict=True)
+            SplitSteps((), (), task.steps)
+            if is_final and with_gradients
+            else split_steps(task.steps, queries, range(0) if is_final else keys, bound)
+            for task, queries, keys in zip(tasks, shards_q, shards_kv, strict=True)
         ]
+        task_queries = [[step.queries for step in task.steps] for task in tasks]
+        task_keys = [task.held_keys for task in tasks]
     wanted_results = [join_ranges(step.queries for step in split.away) for split in splits]
     if with_gradients:
-        wanted_queries = [join_ranges(step.queries for step in task.steps) for task in tasks]
-        wanted_keys = [join_ranges(task.held_keys) for task in tasks]
-    else:
-        wanted_queries = wanted_results
-        wanted_keys = [
-            keys_of(step for part in split[1:] if not see_only(own_keys, part) for step in part)
-            for split, own_keys in zip(splits, shards_kv, strict=True)
-        ]
-    separate = [
-        (0, 0) if is_final else (len(own_queries) if split.own else 0, len(span_of(split.home)))
-        for split, own_queries in zip(splits, shards_q, strict=True)
+        wanted_queries = list(map(join_ranges, task_queries))
+        return splits, wanted_results, wanted_queries, list(map(join_ranges, task_keys))
+    wanted_keys = [
+        keys_of(step for part in split[1:] if not see_only(keys, part) for step in part)
+        for split, keys in zip(splits, shards_kv, strict=True)
     ]
-    return splits[rank], separate, wanted_results, wanted_queries, wanted_keys
-
-
-def _find_document_needs(
-    plan: Plan,
-    shards_q: Sequence[range],
-    shards_kv: Sequence[range],
-    rank: int,
-    head_parallel: int,
-    with_gradients: bool,
-) -> tuple[SplitSteps, Separate, Wanted, Wanted, Wanted]:
-    """Return the results of :func:`_find_needs` without making the steps of other ranks."""
-    needs = DocumentNeeds(plan.placement, shards_q, shards_kv, head_parallel)
-    nothing = [(0, 0)] * len(shards_q)
-    if with_gradients:
-        split, results = SplitSteps((), (), needs.steps(needs.all, rank)), needs.listed(needs.all)
-        return split, nothing, results, results, needs.listed(needs.keys)
-    split = SplitSteps((), *(needs.steps(ranges, rank) for ranges in (needs.home, needs.away)))
-    results = needs.listed(needs.away)
-    return split, nothing, results, results, needs.listed(needs.remote_keys())
+    return splits, wanted_results, wanted_results, wanted_keys
 
 
 def _choose_plan(

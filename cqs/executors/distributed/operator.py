@@ -108,28 +108,21 @@ def _save(inputs: Sequence[Any], results: Sequence[Tensor]) -> tuple[Sequence[An
     return (results[2], inputs[3], bias), [shard.shape for shard in inputs[:3]]
 
 
-def _differentiate(
-    grad_output: Tensor,
-    state: Tensor,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    *shapes: list[int],
-) -> list[Tensor]:
+def _differentiate(grad_output: Tensor, state: Tensor, *saved: Any) -> list[Tensor]:
     """Compute the gradients of query, key, value, sinks and bias."""
     leaves, output = read_handle(state.numpy())
-    leaf_gradients = iter(torch.autograd.grad(output, leaves, grad_output, retain_graph=True))
-    gradients = [next(leaf_gradients) for _ in shapes]
-    return gradients + [
-        grad_output.new_empty(0) if part is None else next(leaf_gradients) for part in (sinks, bias)
+    gradients = iter(torch.autograd.grad(output, leaves, grad_output, retain_graph=True))
+    sinks, bias, *shapes = saved
+    return [
+        grad_output.new_empty(0) if part is None else next(gradients)
+        for part in (*shapes, sinks, bias)
     ]
 
 
-def _check_gradients(
-    grad_output: Tensor, state: Tensor, sinks: Tensor | None, bias: Tensor | None, *shapes: Any
-) -> list[Tensor]:
+def _check_gradients(grad_output: Tensor, state: Tensor, *saved: Any) -> list[Tensor]:
     """Return gradients without values."""
-    score_tensors = (grad_output.new_empty(0) if part is None else part for part in (sinks, bias))
-    gradients = list(map(grad_output.new_empty, shapes))
+    score_tensors = (grad_output.new_empty(0) if part is None else part for part in saved[:2])
+    gradients = list(map(grad_output.new_empty, saved[2:]))
     return gradients + [part.new_empty(part.shape) for part in score_tensors]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,19 +74,12 @@ class RankTerms:
 
     def gather(self, terms: ScoreTerms) -> tuple[ScoreTerms, tuple[Tensor, ...]]:
         """Return the terms of this rank's task, and its bias, if any; every rank calls this."""
-        task_terms = terms.part(slice(None), self._own_heads)
-        if task_terms.bias is None:
-            return task_terms, ()
-        if terms.held is not None:
+        task_terms, bias = terms.part(slice(None), self._own_heads), terms.bias
+        if bias is not None and terms.held is not None:
             task_terms = hold(task_terms, self._held, has_rows=True, has_columns=self._has_columns)
-            assert terms.bias is not None
-            self._swap(
-                terms.bias,
-                self._owner_blocks(terms.bias),
-                self._task_blocks(task_terms, task_terms.bias),
-            )
-        assert task_terms.bias is not None
-        return task_terms, (task_terms.bias,)
+            received = self._task_blocks(task_terms, task_terms.bias)
+            self._swap(bias, self._owner_blocks(bias), received)
+        return task_terms, () if task_terms.bias is None else (task_terms.bias,)
 
     def with_sums(self, bias: Sequence[Tensor], sums: Sequence[Tensor]) -> ScoreTerms:
         """Return the terms of :meth:`gather` with sums for a backward pass.
@@ -131,17 +125,15 @@ class RankTerms:
 
     def _swap(self, like: Tensor, sent: list[list[Tensor]], received: list[list[Tensor]]) -> None:
         """Send blocks to every rank, and add those of every rank to their places."""
-        packed = [block.reshape(-1) for blocks in sent for block in blocks]
-        outgoing = torch.cat(packed) if packed else like.new_empty(0)
-        sent_sizes, received_sizes = (
-            [sum(block.numel() for block in blocks) for blocks in side] for side in (sent, received)
+        sent_bytes, received_bytes = (
+            [sum(block.nbytes for block in blocks) for blocks in side] for side in (sent, received)
         )
-        incoming = like.new_empty(sum(received_sizes))
-        views = [flat.view(torch.uint8) for flat in (incoming, outgoing)]  # gloo has no bfloat16
-        splits = [[n * like.itemsize for n in numbers] for numbers in (received_sizes, sent_sizes)]
-        exchange: Any = dist.all_to_all_single
-        exchange(*views, *splits, group=self._group)
-        unpack(incoming, [block for blocks in received for block in blocks])
+        outgoing = torch.cat([like.new_empty(0), *(block.reshape(-1) for block in chain(*sent))])
+        incoming = like.new_empty(sum(received_bytes) // like.itemsize)
+        # In bytes, because gloo has no bfloat16.
+        into, packed = (flat.view(torch.uint8) for flat in (incoming, outgoing))
+        dist.all_to_all_single(into, packed, received_bytes, sent_bytes, group=self._group)
+        unpack(incoming, [*chain(*received)])
 
 
 def _heads_of(chunks: Sequence[HeadChunk], rank: int) -> slice:

@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from cqs.patterns import BoundPattern
 from cqs.ranges import contains, overlap
 from cqs.scheduler import Step
+from cqs.scheduler.placement import Placement
 from cqs.scheduler.task import join_ranges
 
 
@@ -57,6 +60,35 @@ def split_steps(
                 if part.live_pairs and live:
                     chosen.append(part)
     return SplitSteps(tuple(own), tuple(home), tuple(away))
+
+
+def split_documents(
+    placement: Placement, owned: Sequence[range], head_parallel: int
+) -> list[SplitSteps]:
+    """Return the steps of every rank for packed documents; their query group is the rank.
+
+    Args:
+        placement: The queries of all tasks, of which each has all keys.
+        owned: For every rank, the positions of the queries that count as its own.
+        head_parallel: Number of ranks of a task.
+    """
+    parts = [
+        (rank, part.start, part.stop)
+        for rank, own in enumerate(owned)
+        for queries in placement.queries.task_ranges(rank // head_parallel).listed()
+        for part in (_split(queries, own) if own else [queries])
+    ]
+    # In arrays, because a count of few rows takes as long as one of many.
+    ranks, starts, stops = np.array(parts, np.int64).reshape(-1, 3).T
+    documents = placement.documents
+    pairs = documents.live_before(stops) - documents.live_before(starts)
+    columns = (ranks, starts, stops, *documents.keys_of(starts, stops), pairs)
+    home, away = ([list[Step]() for _ in owned] for _ in range(2))
+    for rank, start, stop, *keys, live_pairs in zip(*map(np.ndarray.tolist, columns), strict=True):
+        step = Step(rank, range(start, stop), (range(*keys),), None, live_pairs)
+        if live_pairs:
+            (home if contains(owned[rank], step.queries) else away)[rank].append(step)
+    return [SplitSteps((), *map(tuple, parts)) for parts in zip(home, away, strict=True)]
 
 
 def span_of(steps: Sequence[Step]) -> range:

@@ -116,8 +116,7 @@ def predict_order(
     )
     pairs = min(float(num_tasks), counts[0] * counts[1])
     chunks = order.num_chunks
-    shape = workload.part(head_parallel, chunks)
-    shard = workload.shard_rows(num_devices)
+    shape, shard = workload.part(head_parallel, chunks), workload.shard_rows(num_devices)
     per_batch = counts[resident] / order.num_batches
     # Each group is paired with the same number of groups of the other side.
     seen = min(counts[1 - resident], per_batch * pairs / counts[resident])
@@ -178,7 +177,7 @@ def predict_orders(
     plans: Sequence[Kind | str] = ("any",),
     head_parallel: int | str = "auto",
     most_chunks: int | None = None,
-    num_units: Callable[[int, Kind], tuple[int, int]] | None = None,
+    num_units: Callable[[int, Kind], tuple[int, int]] = lambda degree, kind: kind.num_groups,
 ) -> list[OrderPrediction]:
     """Predict the costs of all orders of all plans, the fastest first.
 
@@ -191,7 +190,7 @@ def predict_orders(
         head_parallel: Head-parallel degree, or ``"auto"`` for all that the heads support.
         most_chunks: Maximum number of head chunks.
         num_units: Returns the largest number of groups of queries, and of keys, of a task, given
-            the head-parallel degree and the kind; ``None`` means the numbers of the kind.
+            the head-parallel degree and the kind; by default the numbers of the kind.
 
     Example:
         >>> workload = Workload(2**20, AttentionShape(32, 128, num_kv_heads=8))
@@ -199,19 +198,17 @@ def predict_orders(
         >>> [order.prediction.peak_bytes // 2**20 for order in (costs[0], costs[-1])]
         [1738.0, 268.0]
     """
-    shape, predictions = workload.shape, []
+    shape = workload.shape
     per_node = machine.devices_per_node if machine.devices_per_node < num_devices else 1
-    degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
-    for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
-        kinds = [
-            kind
-            for plan in plans
-            for kind in list_kinds(plan, num_devices // degree, per_node / degree)
-        ]
-        for kind in kinds:
-            counts = kind.num_groups if num_units is None else num_units(degree, kind)
-            for order in list_orders(workload.part(degree), counts, most_chunks):
-                arguments = workload, num_devices, machine, degree, kind, order
-                prediction = predict_passes(partial(predict_order, *arguments), passes)
-                predictions.append(OrderPrediction(prediction, order))
+    degrees: Sequence[int | str] = [head_parallel]
+    if isinstance(head_parallel, str):
+        degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
+    predict_with = partial(predict_order, workload, num_devices, machine)
+    predictions = [
+        OrderPrediction(predict_passes(partial(predict_with, degree, kind, order), passes), order)
+        for degree in map(int, degrees)
+        for plan in plans
+        for kind in list_kinds(plan, num_devices // degree, per_node / degree)
+        for order in list_orders(workload.part(degree), num_units(degree, kind), most_chunks)
+    ]
     return sorted(predictions, key=lambda costs: costs.prediction.seconds)
