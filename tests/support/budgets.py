@@ -32,7 +32,7 @@ BUDGETS = {
     "cqs": Budget(504, 115, 16),
     "cqs/patterns": Budget(1941, 220, 6),
     "cqs/scheduler": Budget(2242, 200, 8),
-    "cqs/problem": Budget(919, 334, 12),
+    "cqs/problem": Budget(888, 330, 12),
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
     "cqs/worker": Budget(1502, 285, 8),
