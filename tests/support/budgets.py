@@ -30,7 +30,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "cqs": Budget(504, 115, 16),
-    "cqs/patterns": Budget(1941, 220, 6),
+    "cqs/patterns": Budget(1902, 220, 6),
     "cqs/scheduler": Budget(2242, 200, 8),
     "cqs/problem": Budget(888, 330, 12),
     "cqs/partial": Budget(412, 198, 4),
