@@ -163,7 +163,9 @@ def _filled(value: Any, numbers: Iterator[int], tensors: Iterator[Tensor]) -> An
 
 
 def made_once(make: Callable[..., Pattern], *arguments: Any) -> Pattern:
-    """Return a pattern that one operator of the graph that is being traced makes for all uses."""
+    """Return a pattern; one operator of a graph that is being traced makes it for all uses."""
+    if not torch.compiler.is_dynamo_compiling():
+        return make(*arguments)
     return InGraph(read_pattern, (handle_of(InGraph(make, arguments, {})),), {})
 
 

@@ -29,10 +29,12 @@ _intact = True
 
 def with_pattern(
     dense: Tensor,
+    *,
     mask_function: Callable[..., Tensor],
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """Return a mask with its pattern as the attribute ``cqs``.
 
@@ -46,7 +48,7 @@ def with_pattern(
         kv_offset: Position of the first key.
         attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
     """
-    batch, _, q_length, kv_length = dense.shape
+    batch, q_length, kv_length = dense.shape[0], *dense.shape[2:]
     name = ""
     if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
         from torch._dynamo.comptime import comptime

@@ -28,6 +28,7 @@ from cqs.patterns.masks import MASKED_OUT
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.positions import bind_pieces
+from cqs.problem.tensors import with_four_dimensions
 from cqs.ranges import moved
 
 _PACKED = "packed_sequence_mask_function"
@@ -170,11 +171,7 @@ def split_mask(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Te
         raise NotImplementedError(
             f"attention_mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
         )
-    if mask.shape[2] not in (1, q_length) or mask.shape[3] not in (1, kv_length):
-        raise ValueError(
-            f"attention_mask must be for {q_length} queries and {kv_length} keys, "
-            f"got {list(mask.shape)}"
-        )
+    with_four_dimensions("attention_mask", mask, (*mask.shape[:2], q_length, kv_length))
     bias, is_traced = None, torch.compiler.is_dynamo_compiling()
     if mask.is_floating_point() and (
         is_traced or mask.requires_grad or not ((mask == 0) | (mask <= MASKED_OUT)).all()

@@ -41,7 +41,7 @@ BUDGETS = {
     "cqs/executors/distributed": Budget(3440, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
     "cqs/executors/ray": Budget(2772, 375, 16),
-    "cqs/integrations": Budget(1627, 276, 15),
+    "cqs/integrations": Budget(1585, 254, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(355, 103, 5),
     "cqs/report": Budget(843, 126, 7),
