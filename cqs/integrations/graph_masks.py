@@ -19,12 +19,10 @@ from cqs.patterns import Pattern, documents, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import InGraph, named_in_graphs
 
-_traced_pattern: Pattern | None = None
-"""The pattern of the mask function that was traced last; ``None`` if it was not recognised."""
-_is_packed = False
-"""Whether that function masks out pairs of different sequences."""
-_intact = True
-"""Whether the mask that was looked at last is as it was made."""
+_traced: dict[str, Any] = {}
+"""What has been seen while Dynamo traces: the ``pattern`` of the last mask function, ``None`` if it
+was not recognised, and its ``name``; whether the function ``packs`` sequences; and whether the mask
+that was looked at last is ``intact``."""
 
 
 def with_pattern(
@@ -54,7 +52,7 @@ def with_pattern(
         from torch._dynamo.comptime import comptime
 
         comptime(_recognise)
-        name = _name()
+        name = _seen("name")
     if not name:
         known = KnownMask(made_once(from_mask, dense), False, False)
         dense.cqs = known  # type: ignore[attr-defined]
@@ -63,12 +61,12 @@ def with_pattern(
     if attention_mask is not None:
         visible = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         visible = pad(visible, (0, kv_length - visible.shape[1]))
-    if _packs():
+    if _seen("packs"):
         device = dense.device
         later = torch.arange(1, q_length, device=device)
         element = torch.arange(batch, device=device)[:, None]
         joined = mask_function(element, element.new_zeros(()), later, later - 1)
-    pattern = made_once(_make_mask, _pattern(), visible, joined, q_length, kv_length, batch)
+    pattern = made_once(_make_mask, _seen("pattern"), visible, joined, q_length, kv_length, batch)
     is_plain = visible is None and joined is None
     dense.cqs = KnownMask(  # type: ignore[attr-defined]
         pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
@@ -126,20 +124,18 @@ def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
-    return known if _is_intact() else None
+    return known if _seen("intact") else None
 
 
 def _compare(context: Any) -> None:
     """Check that the local variable ``attention_mask`` is of this graph and as it was made."""
-    global _intact
     mask = context.get_local("attention_mask")
     is_made_here = mask._i_will_not_complain_if_bc_breaks_VariableTracker().source is None
-    _intact = is_made_here and mask.as_fake()._version == 0
+    _traced["intact"] = is_made_here and mask.as_fake()._version == 0
 
 
 def _recognise(context: Any) -> None:
     """Find the pattern of the local variable ``mask_function`` while Dynamo traces."""
-    global _traced_pattern, _is_packed
     load = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
     variable = context.get_local("mask_function")
     function = _rebuild(variable._i_will_not_complain_if_bc_breaks_VariableTracker(), load)
@@ -149,10 +145,11 @@ def _recognise(context: Any) -> None:
         packed.append(numbers)
         return sliding_window(None, None)
 
-    _traced_pattern = None
+    pattern = None
     if isinstance(function, FunctionType):
-        _traced_pattern = masks.recognise_pattern(function, 0, False, record_packed)
-    _is_packed = bool(packed)
+        pattern = masks.recognise_pattern(function, 0, False, record_packed)
+    name = "" if pattern is None else repr(pattern)
+    _traced.update(pattern=pattern, name=name, packs=bool(packed))
 
 
 def _rebuild(variable: Any, side_effects: Any) -> Any:
@@ -172,23 +169,9 @@ def _rebuild(variable: Any, side_effects: Any) -> Any:
     return variable.as_python_constant() if variable.is_python_constant() else None
 
 
-def _pattern() -> Pattern | None:
-    return _traced_pattern
+def _seen(name: str) -> Any:
+    return _traced[name]
 
 
-def _name() -> str:
-    return "" if _traced_pattern is None else repr(_traced_pattern)
-
-
-def _packs() -> bool:
-    return _is_packed
-
-
-def _is_intact() -> bool:
-    return _intact
-
-
-_constant: Any
-for _constant in (_pattern, _name, _packs, _is_intact):
-    # As torch.compiler.assume_constant_result does, which imports the compiler.
-    _constant._dynamo_marked_constant = True
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_seen._dynamo_marked_constant = True  # type: ignore[attr-defined]
