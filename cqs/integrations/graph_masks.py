@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.operators import made_once
+from cqs.executors.operators import TRACED, made_once, traced
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import KnownMask
-from cqs.patterns import Pattern, documents, from_mask, sliding_window
+from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import InGraph, named_in_graphs
-
-_traced: dict[str, Any] = {}
-"""What has been seen while Dynamo traces: the ``pattern`` of the last mask function, ``None`` if it
-was not recognised, and its ``name``; whether the function ``packs`` sequences; and whether the mask
-that was looked at last is ``intact``."""
 
 
 def with_pattern(
@@ -52,7 +47,7 @@ def with_pattern(
         from torch._dynamo.comptime import comptime
 
         comptime(_recognise)
-        name = _seen("name")
+        name = traced("name")
     if not name:
         known = KnownMask(made_once(from_mask, dense), False, False)
         dense.cqs = known  # type: ignore[attr-defined]
@@ -61,12 +56,12 @@ def with_pattern(
     if attention_mask is not None:
         visible = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         visible = pad(visible, (0, kv_length - visible.shape[1]))
-    if _seen("packs"):
+    if traced("packs"):
         device = dense.device
         later = torch.arange(1, q_length, device=device)
         element = torch.arange(batch, device=device)[:, None]
         joined = mask_function(element, element.new_zeros(()), later, later - 1)
-    pattern = made_once(_make_mask, _seen("pattern"), visible, joined, q_length, kv_length, batch)
+    pattern = made_once(_make_mask, traced("pattern"), visible, joined, q_length, kv_length, batch)
     is_plain = visible is None and joined is None
     dense.cqs = KnownMask(  # type: ignore[attr-defined]
         pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
@@ -96,16 +91,14 @@ def _make_mask(
     """
     if visible is None and joined is None:
         return pattern
-    rows = [pattern] * batch
     if joined is not None:
-        ends = [[0, *(~row).nonzero()[0] + 1, q_length] for row in as_array(joined)]
-        rows = [
-            row & documents(bounds, is_causal=False) for row, bounds in zip(rows, ends, strict=True)
-        ]
+        pattern = pattern & masks.documents_between(~as_array(joined))
     if visible is not None:
-        padding = masks.mask_padding(as_array(visible))
-        rows = [row & padding.head(element, 0) for element, row in enumerate(rows)]
-    return rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
+        pattern = pattern & masks.mask_padding(as_array(visible))
+    if batch == 1:
+        return pattern
+    rows = tuple(pattern.head(element, 0) for element in range(batch))
+    return masks.Stacked(rows, q_length, kv_length)
 
 
 @named_in_graphs
@@ -124,14 +117,14 @@ def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
-    return known if _seen("intact") else None
+    return known if traced("intact") else None
 
 
 def _compare(context: Any) -> None:
     """Check that the local variable ``attention_mask`` is of this graph and as it was made."""
     mask = context.get_local("attention_mask")
     is_made_here = mask._i_will_not_complain_if_bc_breaks_VariableTracker().source is None
-    _traced["intact"] = is_made_here and mask.as_fake()._version == 0
+    TRACED["intact"] = is_made_here and mask.as_fake()._version == 0
 
 
 def _recognise(context: Any) -> None:
@@ -149,7 +142,7 @@ def _recognise(context: Any) -> None:
     if isinstance(function, FunctionType):
         pattern = masks.recognise_pattern(function, 0, False, record_packed)
     name = "" if pattern is None else repr(pattern)
-    _traced.update(pattern=pattern, name=name, packs=bool(packed))
+    TRACED.update(pattern=pattern, name=name, packs=bool(packed))
 
 
 def _rebuild(variable: Any, side_effects: Any) -> Any:
@@ -167,11 +160,3 @@ def _rebuild(variable: Any, side_effects: Any) -> Any:
     if kind is variables.TupleVariable:
         return tuple(_rebuild(item, side_effects) for item in variable.items)
     return variable.as_python_constant() if variable.is_python_constant() else None
-
-
-def _seen(name: str) -> Any:
-    return _traced[name]
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_seen._dynamo_marked_constant = True  # type: ignore[attr-defined]

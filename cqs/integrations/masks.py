@@ -1,7 +1,7 @@
 """Conversion of masks of Hugging Face transformers to patterns."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -41,11 +41,13 @@ def packed_sequences(numbers: Tensor) -> Pattern:
     Args:
         numbers: Index of each token's sequence, ascending integers ``[batch, seqlen]``.
     """
-    rows = []
-    for row in as_array(numbers):
-        starts = np.flatnonzero(np.diff(row)) + 1
-        rows.append(documents([0, *starts, len(row)], is_causal=False))
-    return by_batch(rows)
+    return documents_between(np.diff(row) != 0 for row in as_array(numbers))
+
+
+def documents_between(begins: Iterable[NDArray[np.bool_]]) -> Pattern:
+    """Return the pattern of packed sequences, given for each row whether token i + 1 begins one."""
+    ends = ([0, *np.flatnonzero(row) + 1, len(row) + 1] for row in begins)
+    return by_batch([documents(row, is_causal=False) for row in ends])
 
 
 def recognise_pattern(

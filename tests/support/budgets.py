@@ -30,23 +30,23 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "cqs": Budget(504, 115, 16),
-    "cqs/patterns": Budget(1902, 220, 6),
+    "cqs/patterns": Budget(1898, 220, 6),
     "cqs/scheduler": Budget(2242, 200, 8),
     "cqs/problem": Budget(888, 330, 12),
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
     "cqs/worker": Budget(1502, 285, 8),
     "cqs/worker/triton": Budget(3663, 536, 6),
-    "cqs/executors": Budget(935, 147, 8),
+    "cqs/executors": Budget(933, 146, 8),
     "cqs/executors/distributed": Budget(3440, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
     "cqs/executors/ray": Budget(2772, 375, 16),
-    "cqs/integrations": Budget(1574, 254, 15),
+    "cqs/integrations": Budget(1566, 254, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(350, 103, 4),
-    "cqs/report": Budget(841, 126, 7),
+    "cqs/report": Budget(834, 126, 7),
     "cqs/commands": Budget(961, 152, 6),
-    "benchmarks": Budget(6814, 767, 0),
+    "benchmarks": Budget(6813, 767, 0),
     "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
