@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cqs.executors.verify import visible_rows
+from cqs.executors.verify import bound_mask
 from cqs.patterns import Pattern
 from cqs.problem import Problem, check_problem
 
@@ -94,5 +94,4 @@ def visible_mask(problem: Problem) -> Tensor | None:
         assert problem.pattern is not None
         mask = problem.pattern.to_mask(problem.query.shape[2], problem.key.shape[2])
         return torch.from_numpy(mask).to(problem.query.device)
-    rows = torch.arange(problem.query.shape[2], device=problem.query.device)
-    return visible_rows(problem, rows)
+    return torch.from_numpy(bound_mask(problem).to_mask()).to(problem.query.device)

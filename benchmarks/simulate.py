@@ -21,7 +21,7 @@ from cqs.commands import simulate
 from cqs.commands.options import parse_integers
 from cqs.commands.written_files import check_written
 from cqs.plotting import check_picture
-from cqs.report.table import format_table, percent
+from cqs.report.table import Table, percent
 from cqs.scheduler.cost_model import predict
 from cqs.scheduler.interest_sets import MAX_NUM_TASKS
 from cqs.scheduler.machines import Machine
@@ -132,9 +132,7 @@ def check_table(path: str, machine: Machine) -> str:
     ]
     header = ["case", "tokens", "pass", "by", "devices", "measured ms", "predicted ms", "ratio"]
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
-    return (
-        f"{format_table(header, cells)}\nThe largest deviation: {worst:.3f} of what was measured."
-    )
+    return f"{Table(header, cells)}\nThe largest deviation: {worst:.3f} of what was measured."
 
 
 def make_schedules(
@@ -217,7 +215,7 @@ def simulate_failures(
                     ]
                 )
     header = ["devices", "MTBF h", "schedule", "mean s", "over ideal", "95th", "failures"]
-    print(format_table([*header, "lost work"], rows))
+    print(Table([*header, "lost work"], rows))
     if options.picture:
         from benchmarks.plots.failures import draw_failures
 

@@ -229,13 +229,13 @@ def test_patterns_that_do_not_fit_are_refused(ranks):
     for pattern, message in (
         (from_mask(random_bits(5, 5)), "requires lengths"),
         (block_sparse(random_bits(3, 9, 9), 16), "num_heads must be 3 .*, got"),
-        (documents([0, 7, 150]), "must end at the 131 queries and 131 keys .*: make padding"),
+        (documents([0, 7, 150]), r"requires lengths \(150, 150\), got \(131, 131\): .* padding"),
     ):
         for call in (cqs.attention, partial(cqs.streaming.attention, memory_budget=10**6)):
             with pytest.raises(ValueError, match=message):
                 call(*tensors, pattern=pattern)
     for error, text in ranks.run(2, complaint, 0, {}, {"pattern": documents([0, 7])}):
-        assert error is ValueError and "must end at the 16 queries and 16 keys" in text
+        assert error is ValueError and "requires lengths (7, 7), got (16, 16)" in text
 
 
 def test_a_query_that_sees_nothing_may_be_nan():

@@ -15,7 +15,7 @@ import cqs.streaming
 from cqs.commands.options import add_causal, note_idle, note_start, parse_integer
 from cqs.commands.tensor_files import create_file, create_tensor, map_tensor
 from cqs.commands.written_files import check_written
-from cqs.executors.contract import PlanExecutor, Planned, attend
+from cqs.executors.contract import Executor, Planned, attend
 from cqs.executors.local import LocalExecutor
 from cqs.executors.streaming.attention import choose_device_and_backend
 from cqs.executors.streaming.checkpoint import FILES, WorkingDirectory
@@ -100,11 +100,12 @@ def _attend_mapped(
         lse = torch.empty(shape[:3], dtype=lse_dtype(dtype))
         if options.lse is not None:
             lse = files.enter_context(create_tensor(options.lse, "lse", shape[:3], lse.dtype))
-        opened: PlanExecutor = LocalExecutor()
+        opened: Executor = LocalExecutor()
+        number = options.num_tasks or 1
         if options.executor == "ray":
             note_start()
-            opened = files.enter_context(cqs.Cluster()).make_executor()
-        number = options.num_tasks or opened.choose_num_tasks(problem)
+            opened = cluster = files.enter_context(cqs.Cluster()).make_executor()
+            number = options.num_tasks or cluster.choose_num_tasks(problem)
         note_idle(number, max(inputs[0].shape[2], inputs[1].shape[2]))
         attend(
             opened,

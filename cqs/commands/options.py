@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from functools import partial
+from typing import Any
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -44,6 +46,23 @@ def add_causal(parser: argparse.ArgumentParser, *, default: bool) -> None:
         "--is-causal", "--causal", action=argparse.BooleanOptionalAction, default=default,
         help=f"whether attention is causal; default: {'yes' if default else 'no'}",
     )  # fmt: skip
+
+
+def add_heads(parser: argparse.ArgumentParser, num_heads: int, head_dim: int, *helps: str) -> None:
+    """Declare ``--heads``, ``--kv-heads`` and ``--head-dim``.
+
+    Args:
+        parser: Parser of the command.
+        num_heads: Default number of query heads.
+        head_dim: Default size of a head.
+        helps: Help of ``--heads`` and of ``--head-dim``, if any.
+    """
+    add: Any = partial(parser.add_argument, type=int, metavar="H")
+    heads_help, head_dim_help = helps or (None, None)
+    add("--heads", "--num-heads", dest="num_heads", default=num_heads, help=heads_help)
+    text = "default: as many as heads"
+    add("--kv-heads", "--num-kv-heads", dest="num_kv_heads", help=text)
+    add("--head-dim", default=head_dim, metavar="D", help=head_dim_help)
 
 
 def note_idle(number: int, tokens: int, name: str = "tasks") -> None:

@@ -9,7 +9,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.commands.options import add_causal, note_idle, parse_integer, parse_integers
+from cqs.commands.options import add_causal, add_heads, note_idle, parse_integer, parse_integers
 from cqs.patterns.text import PATTERN_HELP, parse_pattern
 from cqs.report.table import mebibytes, percent, show, tabulate
 from cqs.scheduler import AttentionShape, Plan, Quorums, Task, make_plan
@@ -54,13 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     kinds = "quorums", "rows", "grid", "documents"
     add("--kind", choices=kinds, default="quorums", help="default: quorums")
-    add(
-        "--heads", "--num-heads", dest="num_heads", type=int, default=8, metavar="H",
-        help="for the predicted costs",
-    )  # fmt: skip
-    add("--kv-heads", "--num-kv-heads", type=int, metavar="H", help="default: as many as heads")
-    add("--head-dim", type=int, default=64, help="for the predicted costs")
-    add("--itemsize", type=int, default=2, help="bytes per element, for the predicted costs")
+    purpose = "for the predicted costs"
+    add_heads(parser, 8, 64, purpose, purpose)
+    add("--itemsize", type=int, default=2, help=f"bytes per element, {purpose}")
     add(
         "--json", nargs="?", const="numbers", choices=("numbers", "tasks"),
         help="print the plan as one object: the numbers that define it, or also the tasks that "
@@ -93,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         "pattern": None if options.pattern is None else parse_pattern(options.pattern),
     }
     heads = options.num_heads, options.head_dim
-    shape = AttentionShape(*heads, num_kv_heads=options.kv_heads, itemsize=options.itemsize)
+    shape = AttentionShape(*heads, num_kv_heads=options.num_kv_heads, itemsize=options.itemsize)
     if options.interest_sets is not None:
         problem["num_tasks"] = options.interest_sets
         default = make_plan(1, num_tasks=options.interest_sets).interest_set

@@ -13,6 +13,7 @@ import cqs
 from cqs.arguments import as_integer
 from cqs.commands.options import (
     add_causal,
+    add_heads,
     note_idle,
     note_start,
     parse_integer,
@@ -53,15 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", dest="tokens", type=parse_integer, default=tokens, metavar="N", help=token_help)
     add("--pattern", metavar="CALL", help=PATTERN_HELP)
     add_causal(parser, default=False)
-    add(
-        "--heads", "--num-heads", dest="num_heads", type=int, default=num_heads, metavar="H",
-        help=heads_help,
-    )  # fmt: skip
-    add(
-        "--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=int, metavar="H",
-        help="default: as many as heads",
-    )  # fmt: skip
-    add("--head-dim", type=int, default=head_dim, metavar="D", help=head_dim_help)
+    add_heads(parser, num_heads, head_dim, heads_help, head_dim_help)
     add("--dtype", choices=_DTYPES, default=dtype, help=dtype_help)
     add(
         "--backend", choices=BACKENDS,

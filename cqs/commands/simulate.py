@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.commands.options import add_causal, note_idle, parse_integer, parse_integers
+from cqs.commands.options import add_causal, add_heads, note_idle, parse_integer, parse_integers
 from cqs.report.table import Table, digits, percent, show
 from cqs.scheduler import AttentionShape
 from cqs.scheduler.cost_model import Prediction, predict
@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 8,64,512,4096",
     )  # fmt: skip
     add("--seqlen", type=parse_integer, default=2**20, metavar="N", help="default: 1M")
-    add("--heads", "--num-heads", type=int, default=32, metavar="H")
-    add("--kv-heads", "--num-kv-heads", type=int, metavar="H", help="default: as many as heads")
-    add("--head-dim", type=int, default=128, metavar="D")
+    add_heads(parser, 32, 128)
     add_causal(parser, default=True)
     add(
         "--backward", dest="passes", action="store_const", const="both", default="forward",
@@ -84,7 +82,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def read_case(options: argparse.Namespace) -> Workload:
     """Return the workload of the options."""
-    shape = AttentionShape(options.heads, options.head_dim, num_kv_heads=options.kv_heads)
+    shape = AttentionShape(options.num_heads, options.head_dim, num_kv_heads=options.num_kv_heads)
     return Workload(as_integer("--seqlen", options.seqlen, 1), shape, options.is_causal)
 
 

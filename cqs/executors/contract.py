@@ -124,13 +124,6 @@ class Executor(Protocol):
         """Return the name of the backend that :meth:`run` uses, or say who chooses it."""
 
 
-class PlanExecutor(Executor, Protocol):
-    """An executor of any number of tasks."""
-
-    def choose_num_tasks(self, problem: Problem) -> int:
-        """Return the number of tasks of a call that does not choose one."""
-
-
 def attend(
     executor: Executor,
     problem: Problem,

@@ -19,10 +19,6 @@ from cqs.worker.memory import memory_of
 class LocalExecutor:
     """Computes all tasks on the device of the tensors, in one launch where the backend can."""
 
-    def choose_num_tasks(self, problem: Problem) -> int:
-        """Return 1; see :meth:`cqs.executors.contract.PlanExecutor.choose_num_tasks`."""
-        return 1
-
     def run(self, part: Planned, into: Partial | None = None, hooks: Hooks = NO_HOOKS) -> Partial:
         """Compute output and LSE; see :meth:`cqs.executors.contract.Executor.run`.
 

@@ -21,8 +21,8 @@ from cqs.scheduler.kinds import read_kind
 
 HOST_TAGS = (torch.Tag.cudagraph_unsafe,)
 """What reads or makes handles runs on the host, so CUDA graphs must not replay it."""
-_constant = True
-"""Whether Dynamo knows the numbers of the pattern that was traced last."""
+TRACED: dict[str, Any] = {}
+"""What the functions that Dynamo runs while it traces have seen, by name; see :func:`traced`."""
 
 
 def handle_of(pattern: Pattern | None) -> Tensor | None:
@@ -62,7 +62,7 @@ def _make_in_graph(pattern: InGraph) -> Tensor | None:
         from torch._dynamo.comptime import comptime
 
         comptime(_look_at_numbers)
-        is_constant = _are_constant()
+        is_constant = traced("constant")
     if is_constant:
         return handle_of(_make_constant(pattern.make, *arguments, **options))
     maker = f"{pattern.make.__module__}:{pattern.make.__name__}"
@@ -102,13 +102,13 @@ def _make_handle(context: Any) -> None:
 
 def _look_at_numbers(context: Any) -> None:
     """Check whether the numbers of the local list ``numbers`` are known to Dynamo."""
-    global _constant
     variable = context.get_local("numbers")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    _constant = all(each.realize().is_python_constant() for each in variable.items)
+    TRACED["constant"] = all(each.realize().is_python_constant() for each in variable.items)
 
 
-def _are_constant() -> bool:
-    return _constant
+def traced(name: str) -> Any:
+    """Return what has been seen while Dynamo traced, as a constant of the graph."""
+    return TRACED[name]
 
 
 def _is_exporting() -> bool:
@@ -163,7 +163,9 @@ def _filled(value: Any, numbers: Iterator[int], tensors: Iterator[Tensor]) -> An
 
 
 def made_once(make: Callable[..., Pattern], *arguments: Any) -> Pattern:
-    """Return a pattern that one operator of the graph that is being traced makes for all uses."""
+    """Return a pattern; one operator of a graph that is being traced makes it for all uses."""
+    if not torch.compiler.is_dynamo_compiling():
+        return make(*arguments)
     return InGraph(read_pattern, (handle_of(InGraph(make, arguments, {})),), {})
 
 
@@ -216,6 +218,6 @@ def place_in_graph() -> int:
 
 
 _function: Any
-for _function in (_are_constant, _is_exporting, _make_constant, place_in_graph):
+for _function in (traced, _is_exporting, _make_constant, place_in_graph):
     # As torch.compiler.assume_constant_result does, which imports the compiler.
     _function._dynamo_marked_constant = True

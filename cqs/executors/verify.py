@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Partial, lse_dtype, weighted_sum
+from cqs.patterns import BoundPattern, sliding_window
 from cqs.problem import Problem
 
 _NOT_FINITE = "; some scores or values are not finite, which reaches rows that do not see them"
@@ -237,14 +238,15 @@ def visible_rows(problem: Problem, rows: Tensor) -> Tensor:
         problem: The attention problem, without per-head patterns.
         rows: Query indices, int64 ``[len(rows)]``; the mask is on their device.
     """
-    seqlen_q, seqlen_kv = problem.query.shape[2], problem.key.shape[2]
-    if problem.bound_pattern is not None:
-        masks = [problem.bound_pattern.to_mask(range(row, row + 1)) for row in rows.tolist()]
-        return torch.from_numpy(np.concatenate(masks)).to(rows.device)
-    if not problem.is_causal:
-        return torch.ones(len(rows), seqlen_kv, dtype=torch.bool, device=rows.device)
-    keys = torch.arange(seqlen_kv, device=rows.device)
-    return keys <= rows.unsqueeze(1) + (seqlen_kv - seqlen_q)
+    bound = bound_mask(problem)
+    masks = [bound.to_mask(range(row, row + 1)) for row in rows.tolist()]
+    return torch.from_numpy(np.concatenate(masks)).to(rows.device)
+
+
+def bound_mask(problem: Problem) -> BoundPattern:
+    """Return the pattern of a problem, without per-head patterns, also if it is dense."""
+    plain = sliding_window(None, 0 if problem.is_causal else None)
+    return problem.bound_pattern or plain.bind(problem.query.shape[2], problem.key.shape[2])
 
 
 def _sum_of_infinite(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Hugging Face diffusers: models with ``set_attention_backend("cqs")``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -26,6 +26,7 @@ from cqs.integrations import diffusers_parallel, masks
 from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import named_in_graphs
+from cqs.problem.tensors import with_four_dimensions
 from cqs.worker.backends import check_backend_name
 
 _MASKED = -5000.0
@@ -141,15 +142,20 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
         if _parallel_config is not None:
             group = _parallel_config.context_parallel_config._flattened_mesh.get_group()
             compute = partial(cqs.distributed.attention, group=group)
-        lengths = query.shape[0], query.shape[1], key.shape[1]
-        if is_causal and (group is not None or lengths[1] != lengths[2]):
+        batch, seqlen_q, num_heads, _ = query.shape
+        sizes = batch, num_heads, seqlen_q, key.shape[1]
+        if is_causal and (group is not None or seqlen_q != key.shape[1]):
             raise NotImplementedError(
                 "is_causal must be False under context parallelism, and for unequal lengths, got "
-                f"True for {lengths[1]} queries and {lengths[2]} keys"
+                f"True for {seqlen_q} queries and {key.shape[1]} keys"
             )
+        pattern = None
+        if attn_mask is not None:
+            name = "" if group is None else group.group_name
+            pattern = made_once(_read_mask, attn_mask, name, *sizes)
         output: Tensor = compute(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-            pattern=None if attn_mask is None else _pattern_of(attn_mask, *lengths, group),
+            pattern=pattern,
             dropout_p=dropout_p,
             is_causal=is_causal,
             scale=scale,
@@ -160,46 +166,30 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
     return attend
 
 
-def _pattern_of(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:
-    """Return the pattern of a mask; in a graph, an operator makes it."""
-    if not torch.compiler.is_dynamo_compiling():
-        return _read_mask(mask, batch, seqlen_q, seqlen_kv, group)
-    name = "" if group is None else group.group_name
-    return made_once(_read_in_graph, mask, batch, seqlen_q, seqlen_kv, name)
-
-
 @named_in_graphs
-def _read_in_graph(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: str) -> Pattern:
-    """Return the pattern of a mask, given the name of the group."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return _read_mask(mask, batch, seqlen_q, seqlen_kv, resolve(group) if group else None)
-
-
-def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: Any) -> Pattern:
+def _read_mask(mask: Tensor, group_name: str, *sizes: int) -> Pattern:
     """Return the pattern of a mask.
 
     Args:
         mask: Boolean or additive mask that broadcasts to ``[batch, heads, seqlen_q, seqlen_kv]``,
             or ``[batch, seqlen_kv]``. With a group its keys are those of this rank.
-        batch: Number of batch elements.
-        seqlen_q: Number of queries of this rank.
-        seqlen_kv: Number of keys of this rank.
-        group: The process group over whose ranks the keys are sharded, or ``None``.
+        group_name: Name of the process group over whose ranks the keys are sharded, or empty.
+        sizes: Numbers of batch elements, heads, queries and keys of this rank.
 
     Raises:
         NotImplementedError: The mask adds a bias, or differs between queries or heads of a group.
         TypeError: The mask is neither boolean nor floating-point.
         ValueError: The mask does not fit the lengths.
     """
-    if group is None:
-        visible = _visible(mask, batch, seqlen_q, seqlen_kv)
+    if not group_name:
+        visible = _visible(mask, sizes)
         key_mask = _reduce_to_keys(visible)
         if key_mask is None:
-            return from_mask(visible.expand(-1, -1, seqlen_q, seqlen_kv))
+            return from_mask(visible.expand(-1, -1, *sizes[2:]))
         return masks.mask_padding(as_array(key_mask))
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     with errors_shared(group):
-        visible = _visible(mask, batch, seqlen_q, seqlen_kv, is_shard=True)
-        key_mask = _reduce_to_keys(visible)
+        key_mask = _reduce_to_keys(_visible(mask, sizes, is_shard=True))
         if key_mask is None:
             raise NotImplementedError(
                 "attn_mask must be the same for all queries and heads under context parallelism, "
@@ -209,23 +199,12 @@ def _read_mask(mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, group: A
     return masks.gather_mask(group, everything, as_array(key_mask), 0, is_padded=True).pattern
 
 
-def _visible(
-    mask: Tensor, batch: int, seqlen_q: int, seqlen_kv: int, *, is_shard: bool = False
-) -> Tensor:
-    """Return a mask as a boolean tensor, ``[1 or batch, heads, 1 or seqlen_q, seqlen_kv]``."""
-    shape = list(mask.shape)
-    if mask.ndim == 2 and shape == [batch, seqlen_kv]:
+def _visible(mask: Tensor, sizes: Sequence[int], *, is_shard: bool = False) -> Tensor:
+    """Return a mask as a boolean tensor, ``[1 or batch, 1 or heads, 1 or seqlen_q, seqlen_kv]``."""
+    batch, _, _, seqlen_kv = sizes
+    if mask.shape == (batch, seqlen_kv):
         mask = mask[:, None, None]
-    mask = mask[(None,) * (4 - mask.ndim)]
-    fits = mask.ndim == 4 and all(
-        size in (1, wanted) for size, wanted in zip(mask.shape[::2], (batch, seqlen_q), strict=True)
-    )
-    if not fits or mask.shape[3] not in (1, seqlen_kv):
-        raise ValueError(
-            f"attn_mask must be for {batch} batch elements, {seqlen_q} queries and {seqlen_kv} "
-            f"keys, got {shape}"
-        )
-    mask = mask.expand(-1, -1, -1, seqlen_kv)
+    mask = with_four_dimensions("attn_mask", mask, sizes).expand(-1, -1, -1, seqlen_kv)
     if mask.dtype == torch.bool or not seqlen_kv:
         return mask.bool()
     if not mask.is_floating_point():

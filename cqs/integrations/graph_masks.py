@@ -12,27 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cqs.executors.operators import made_once
+from cqs.executors.operators import TRACED, made_once, traced
 from cqs.integrations import masks
 from cqs.integrations.pattern_mask import KnownMask
-from cqs.patterns import Pattern, documents, from_mask, sliding_window
+from cqs.patterns import Pattern, from_mask, sliding_window
 from cqs.patterns.arrays import as_array
 from cqs.patterns.pattern import InGraph, named_in_graphs
-
-_traced_pattern: Pattern | None = None
-"""The pattern of the mask function that was traced last; ``None`` if it was not recognised."""
-_is_packed = False
-"""Whether that function masks out pairs of different sequences."""
-_intact = True
-"""Whether the mask that was looked at last is as it was made."""
 
 
 def with_pattern(
     dense: Tensor,
+    *,
     mask_function: Callable[..., Tensor],
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """Return a mask with its pattern as the attribute ``cqs``.
 
@@ -46,13 +41,13 @@ def with_pattern(
         kv_offset: Position of the first key.
         attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
     """
-    batch, _, q_length, kv_length = dense.shape
+    batch, q_length, kv_length = dense.shape[0], *dense.shape[2:]
     name = ""
     if isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length:
         from torch._dynamo.comptime import comptime
 
         comptime(_recognise)
-        name = _name()
+        name = traced("name")
     if not name:
         known = KnownMask(made_once(from_mask, dense), False, False)
         dense.cqs = known  # type: ignore[attr-defined]
@@ -61,12 +56,12 @@ def with_pattern(
     if attention_mask is not None:
         visible = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         visible = pad(visible, (0, kv_length - visible.shape[1]))
-    if _packs():
+    if traced("packs"):
         device = dense.device
         later = torch.arange(1, q_length, device=device)
         element = torch.arange(batch, device=device)[:, None]
         joined = mask_function(element, element.new_zeros(()), later, later - 1)
-    pattern = made_once(_make_mask, _pattern(), visible, joined, q_length, kv_length, batch)
+    pattern = made_once(_make_mask, traced("pattern"), visible, joined, q_length, kv_length, batch)
     is_plain = visible is None and joined is None
     dense.cqs = KnownMask(  # type: ignore[attr-defined]
         pattern, batch > 1 and not is_plain, is_plain and name == "causal()"
@@ -96,16 +91,14 @@ def _make_mask(
     """
     if visible is None and joined is None:
         return pattern
-    rows = [pattern] * batch
     if joined is not None:
-        ends = [[0, *(~row).nonzero()[0] + 1, q_length] for row in as_array(joined)]
-        rows = [
-            row & documents(bounds, is_causal=False) for row, bounds in zip(rows, ends, strict=True)
-        ]
+        pattern = pattern & masks.documents_between(~as_array(joined))
     if visible is not None:
-        padding = masks.mask_padding(as_array(visible))
-        rows = [row & padding.head(element, 0) for element, row in enumerate(rows)]
-    return rows[0] if batch == 1 else masks.Stacked(tuple(rows), q_length, kv_length)
+        pattern = pattern & masks.mask_padding(as_array(visible))
+    if batch == 1:
+        return pattern
+    rows = tuple(pattern.head(element, 0) for element in range(batch))
+    return masks.Stacked(rows, q_length, kv_length)
 
 
 @named_in_graphs
@@ -124,20 +117,18 @@ def pattern_of(attention_mask: Tensor | None) -> KnownMask | None:
     from torch._dynamo.comptime import comptime
 
     comptime(_compare)
-    return known if _is_intact() else None
+    return known if traced("intact") else None
 
 
 def _compare(context: Any) -> None:
     """Check that the local variable ``attention_mask`` is of this graph and as it was made."""
-    global _intact
     mask = context.get_local("attention_mask")
     is_made_here = mask._i_will_not_complain_if_bc_breaks_VariableTracker().source is None
-    _intact = is_made_here and mask.as_fake()._version == 0
+    TRACED["intact"] = is_made_here and mask.as_fake()._version == 0
 
 
 def _recognise(context: Any) -> None:
     """Find the pattern of the local variable ``mask_function`` while Dynamo traces."""
-    global _traced_pattern, _is_packed
     load = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
     variable = context.get_local("mask_function")
     function = _rebuild(variable._i_will_not_complain_if_bc_breaks_VariableTracker(), load)
@@ -147,10 +138,11 @@ def _recognise(context: Any) -> None:
         packed.append(numbers)
         return sliding_window(None, None)
 
-    _traced_pattern = None
+    pattern = None
     if isinstance(function, FunctionType):
-        _traced_pattern = masks.recognise_pattern(function, 0, False, record_packed)
-    _is_packed = bool(packed)
+        pattern = masks.recognise_pattern(function, 0, False, record_packed)
+    name = "" if pattern is None else repr(pattern)
+    TRACED.update(pattern=pattern, name=name, packs=bool(packed))
 
 
 def _rebuild(variable: Any, side_effects: Any) -> Any:
@@ -168,25 +160,3 @@ def _rebuild(variable: Any, side_effects: Any) -> Any:
     if kind is variables.TupleVariable:
         return tuple(_rebuild(item, side_effects) for item in variable.items)
     return variable.as_python_constant() if variable.is_python_constant() else None
-
-
-def _pattern() -> Pattern | None:
-    return _traced_pattern
-
-
-def _name() -> str:
-    return "" if _traced_pattern is None else repr(_traced_pattern)
-
-
-def _packs() -> bool:
-    return _is_packed
-
-
-def _is_intact() -> bool:
-    return _intact
-
-
-_constant: Any
-for _constant in (_pattern, _name, _packs, _is_intact):
-    # As torch.compiler.assume_constant_result does, which imports the compiler.
-    _constant._dynamo_marked_constant = True

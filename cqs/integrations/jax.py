@@ -99,7 +99,10 @@ def attention(
     has_batch = query.ndim > 3
     if not has_batch:
         query, key, value = (array[None] for array in (query, key, value))
-    bias, mask = (None if each is None else _with_four_dimensions(each) for each in (bias, mask))
+    bias, mask = (
+        None if array is None else jnp.asarray(array)[(None,) * (4 - jnp.ndim(array))]
+        for array in (bias, mask)
+    )
     like = None if bias is None else _as_tensor(bias).transpose(1, 2)
     check_problem(
         *map(_as_tensor, (query, key, value)),
@@ -120,11 +123,6 @@ def attention(
     if not has_batch:
         output, lse = output[0], lse[0]
     return (output, jax.lax.stop_gradient(lse)) if return_residual else output
-
-
-def _with_four_dimensions(values: Any) -> jax.Array:
-    array: jax.Array = jnp.asarray(values)
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _forward(
@@ -150,9 +148,8 @@ def _forward(
     if mask is not None:
         mask = np.asarray(mask)
         pattern = pattern & from_mask(np.broadcast_to(mask, (*mask.shape[:2], *lengths)))
-    found = compute(query, key, value, pattern=pattern, scores=scores, return_lse=True)
-    output, lse = (each.transpose(1, 2).contiguous() for each in found)
-    return output, lse
+    output, lse = compute(query, key, value, pattern=pattern, scores=scores, return_lse=True)
+    return output.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
 
 
 def _backward(forward: _Forward, tensors: Sequence[Tensor], limits: Any) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Conversion of masks of Hugging Face transformers to patterns."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -28,6 +28,7 @@ from cqs.patterns.masks import MASKED_OUT
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import Axis, Piece
 from cqs.patterns.positions import bind_pieces
+from cqs.problem.tensors import with_four_dimensions
 from cqs.ranges import moved
 
 _PACKED = "packed_sequence_mask_function"
@@ -40,11 +41,13 @@ def packed_sequences(numbers: Tensor) -> Pattern:
     Args:
         numbers: Index of each token's sequence, ascending integers ``[batch, seqlen]``.
     """
-    rows = []
-    for row in as_array(numbers):
-        starts = np.flatnonzero(np.diff(row)) + 1
-        rows.append(documents([0, *starts, len(row)], is_causal=False))
-    return by_batch(rows)
+    return documents_between(np.diff(row) != 0 for row in as_array(numbers))
+
+
+def documents_between(begins: Iterable[NDArray[np.bool_]]) -> Pattern:
+    """Return the pattern of packed sequences, given for each row whether token i + 1 begins one."""
+    ends = ([0, *np.flatnonzero(row) + 1, len(row) + 1] for row in begins)
+    return by_batch([documents(row, is_causal=False) for row in ends])
 
 
 def recognise_pattern(
@@ -170,11 +173,7 @@ def split_mask(mask: Tensor, q_length: int, kv_length: int) -> tuple[Pattern, Te
         raise NotImplementedError(
             f"attention_mask must be [batch, heads, seqlen_q, seqlen_kv], got {list(mask.shape)}"
         )
-    if mask.shape[2] not in (1, q_length) or mask.shape[3] not in (1, kv_length):
-        raise ValueError(
-            f"attention_mask must be for {q_length} queries and {kv_length} keys, "
-            f"got {list(mask.shape)}"
-        )
+    with_four_dimensions("attention_mask", mask, (*mask.shape[:2], q_length, kv_length))
     bias, is_traced = None, torch.compiler.is_dynamo_compiling()
     if mask.is_floating_point() and (
         is_traced or mask.requires_grad or not ((mask == 0) | (mask <= MASKED_OUT)).all()

@@ -8,6 +8,7 @@ run their own code. Some models find the class of their layers by the name, and 
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -18,20 +19,14 @@ from torch.nn.functional import dropout
 
 from cqs.integrations.pattern_mask import PatternMask
 
-_CLASSES = {
-    "bark.modeling_bark": "BARK_ATTENTION_CLASSES",
-    "data2vec.modeling_data2vec_vision": "DATA2VEC_VISION_SELF_ATTENTION_CLASSES",
-    "deepseek_ocr2.modeling_deepseek_ocr2": "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES",
-    "falcon.modeling_falcon": "FALCON_ATTENTION_CLASSES",
-    "git.modeling_git": "GIT_SELF_ATTENTION_CLASSES",
-    "gpt_neo.modeling_gpt_neo": "GPT_NEO_ATTENTION_CLASSES",
-    "gptj.modeling_gptj": "GPTJ_ATTENTION_CLASSES",
-    "sam.modeling_sam": "SAM_VISION_ATTENTION_CLASSES",
-    "sam_hq.modeling_sam_hq": "SAM_HQ_VISION_ATTENTION_CLASSES",
-    "superglue.modeling_superglue": "SUPERGLUE_SELF_ATTENTION_CLASSES",
-    "unlimited_ocr.modeling_unlimited_ocr": "UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES",
-}
-"""Module of transformers -> its dictionary from ``attn_implementation`` to a layer's class."""
+_WITH_CLASSES = (
+    "bark.modeling_bark", "data2vec.modeling_data2vec_vision",
+    "deepseek_ocr2.modeling_deepseek_ocr2", "falcon.modeling_falcon", "git.modeling_git",
+    "gpt_neo.modeling_gpt_neo", "gptj.modeling_gptj", "sam.modeling_sam",
+    "sam_hq.modeling_sam_hq", "superglue.modeling_superglue",
+    "unlimited_ocr.modeling_unlimited_ocr",
+)  # fmt: skip
+"""Modules with a dictionary from ``attn_implementation`` to the class of a layer."""
 
 _attend_of: dict[str, Callable[..., Any]] = {}
 """Name of an ``attn_implementation`` -> function of one layer, by which all layers are computed."""
@@ -62,12 +57,11 @@ def register(name: str, attend: Callable[..., Any]) -> None:
         for base in bases:  # transformers looks for its interface in their code
             base._can_set_attn_implementation_cached_value = True
     _attend_of[name] = attend
-    for path, classes in _CLASSES.items():
-        try:
-            layer_classes = getattr(import_module(f"transformers.models.{path}"), classes)
-        except (ImportError, AttributeError):  # another version of transformers
-            continue
-        layer_classes[name] = layer_classes["eager"]
+    for path in _WITH_CLASSES:
+        with suppress(ImportError):  # another version of transformers
+            for label, classes in vars(import_module(f"transformers.models.{path}")).items():
+                if label.endswith("_ATTENTION_CLASSES"):
+                    classes[name] = classes["eager"]
 
 
 def with_eager_masks(

@@ -28,6 +28,8 @@ _NOT_HONOURED = ("block_indices", "cache", "head_mask", "sinks")
 """Arguments of layers, besides a mask, that change the result and are not supported."""
 _NOT_SHARDED = ("indices", "output_attentions", "position_bias")
 """Those that are not supported with a process group."""
+_WHOLE = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+"""Arguments of transformers' mask function, which then returns a mask in every case."""
 
 
 def register(
@@ -243,8 +245,13 @@ class _Implementation:
     def _errors_shared(self) -> AbstractContextManager[None]:
         return nullcontext() if self.group is None else errors_shared(self.group)
 
-    def mask(
+    def mask(self, **options: Any) -> PatternMask:
+        """Return the mask that a model passes to its layers; see :meth:`_make_mask`."""
+        return self._make_mask(partial(self.dense_mask, **options | _WHOLE), **options)
+
+    def _make_mask(
         self,
+        make_dense: Callable[..., Tensor],
         *,
         batch_size: int,
         q_length: int,
@@ -255,7 +262,7 @@ class _Implementation:
         attention_mask: Tensor | None = None,
         use_vmap: bool = False,
         device: "torch.device | str" = "cpu",
-        **options: Any,
+        **_: Any,
     ) -> PatternMask:
         """Return the mask that a model passes to its layers.
 
@@ -263,6 +270,7 @@ class _Implementation:
         may not declare whether they are causal.
 
         Args:
+            make_dense: Returns transformers' own boolean mask of these arguments.
             batch_size: Number of sequences.
             q_length: Number of queries.
             kv_length: Number of keys.
@@ -273,7 +281,6 @@ class _Implementation:
             attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
             use_vmap: Whether ``mask_function`` supports scalars only.
             device: Device of the mask.
-            options: Further arguments of transformers' own mask functions.
 
         Returns:
             The mask, ``[batch, 1, q_length, kv_length]``.
@@ -297,19 +304,8 @@ class _Implementation:
             source.may_be_packed = not whole.is_padded
             source.has_packed = masks.has_packed(mask_function)
             return PatternMask(shape, device, source)
-        make_dense: Callable[[], Tensor] = partial(
-            self.dense_mask,
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            use_vmap=use_vmap and pattern is None,
-            device=device,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
+        vmaps = use_vmap and pattern is None
+        make_dense = partial(make_dense, q_offset=q_offset, use_vmap=vmaps)
         if pattern is None:
             # Made now, because torch.vmap does not run inside of __torch_dispatch__.
             make_dense = make_dense().clone
@@ -326,27 +322,12 @@ class _Implementation:
             source.known  # noqa: B018
         return PatternMask(shape, device, source)
 
-    def mask_in_graph(
-        self,
-        *,
-        mask_function: Callable[..., Tensor],
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        attention_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def mask_in_graph(self, **options: Any) -> Tensor:
         """Return the mask in a graph of ``torch.compile``, see :mod:`cqs.integrations.graph_masks`.
 
         The arguments are those of :meth:`mask`.
         """
-        dense = self.dense_mask(
-            mask_function=mask_function,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
-        )
-        return graph_masks.with_pattern(dense, mask_function, q_offset, kv_offset, attention_mask)
+        return graph_masks.with_pattern(self.dense_mask(**options | _WHOLE), **options)
 
 
 def _known_mask(attention_mask: Tensor | None, lengths: tuple[int, int]) -> KnownMask | None:

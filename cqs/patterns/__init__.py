@@ -1,9 +1,8 @@
 """Sparse attention patterns in closed form, with exact counts of live pairs at any length."""
 
-from cqs.patterns.affine_rows import acsr
 from cqs.patterns.bigbird import bigbird
 from cqs.patterns.bound import BoundPattern
-from cqs.patterns.masks import block_sparse, from_block_mask, from_deepspeed, from_mask
+from cqs.patterns.masks import acsr, block_sparse, from_block_mask, from_deepspeed, from_mask
 from cqs.patterns.pattern import Pattern, per_head
 from cqs.patterns.positions import (
     block_diagonal,

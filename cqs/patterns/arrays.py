@@ -10,15 +10,15 @@ _MOST = 2**20
 """Largest number of elements of a list argument, which may be an endless iterator."""
 
 
-def as_list(name: str, values: Any, most: int = _MOST) -> list[Any]:
-    """Return up to ``most`` elements of an iterable or array as a list of Python numbers."""
+def as_list(name: str, values: Any) -> list[Any]:
+    """Return the elements, up to 2**20, of an iterable or array as a list of Python numbers."""
     try:
         elements = values.tolist() if hasattr(values, "tolist") else values
-        listed = list(islice(elements, most + 1))
+        listed = list(islice(elements, _MOST + 1))
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {values!r}") from None
-    if len(listed) > most:
-        raise ValueError(f"{name} must have at most {most} elements")
+    if len(listed) > _MOST:
+        raise ValueError(f"{name} must have at most {_MOST} elements")
     return listed
 
 

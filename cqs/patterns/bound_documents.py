@@ -64,8 +64,7 @@ class BoundDocuments(BoundPattern):
             return self is other
         return self._lengths == other._lengths and self._edge_lists == other._edge_lists
 
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = BoundPattern.__hash__
 
     @cached_property
     def _hash(self) -> int:
@@ -103,8 +102,7 @@ class BoundDocuments(BoundPattern):
         pairs = self._sizes[0] * self._sizes[1]
         if self.is_causal:
             pairs = _triangles(self._sizes[1]) - _triangles(self._ahead)
-        cumulative: Integers = np.concatenate([[0], np.cumsum(pairs)])
-        return cumulative
+        return np.concatenate([[0], np.cumsum(pairs)], dtype=np.int64)
 
     @cached_property
     def _sizes(self) -> tuple[Integers, Integers]:
@@ -132,10 +130,9 @@ class BoundDocuments(BoundPattern):
         document = np.maximum(np.searchsorted(self.starts, rows, side="right") - 1, 0)
         inside = np.minimum(rows, self.stops[document]) - self.starts[document]
         own: Integers = np.maximum(inside, 0)
-        live_pairs: Integers = self._cumulative[document] + own * self._sizes[1][document]
         if self.is_causal:
-            live_pairs = self._offsets[document] + _triangles(own + self._ahead[document])
-        return live_pairs
+            return self._offsets[document] + _triangles(own + self._ahead[document])
+        return np.asarray(self._cumulative[document] + own * self._sizes[1][document])
 
     def rows_with(self, live_pairs: Integers) -> Integers:
         """Return query indices before which there are about so many live pairs.
@@ -209,5 +206,4 @@ class BoundDocuments(BoundPattern):
 def _triangles(sides: Integers) -> Integers:
     """Return the numbers of pairs of causal triangles; those without a side have none."""
     sides = np.maximum(sides, 0)
-    pairs: Integers = sides * (sides + 1) // 2
-    return pairs
+    return np.asarray(sides * (sides + 1) // 2)

@@ -1,7 +1,7 @@
 """Patterns made from arrays: masks, block layouts, FlexAttention's block masks, rows of keys."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -9,10 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cqs.arguments import as_integer
+from cqs.patterns.affine_rows import Rows, as_pieces
+from cqs.patterns.algebra import tidy_all
 from cqs.patterns.arrays import as_array
 from cqs.patterns.block_list import BlockList
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern, content_digest, made_in_graphs, per_head
+from cqs.patterns.piece import FAR
 from cqs.patterns.regular import find_pieces
 from cqs.uncompiled import uncompiled
 
@@ -85,6 +88,50 @@ def block_sparse(layout: Any, block: int) -> Pattern:
     return _per_head(
         array, lambda rows: _BlockSparse(rows.shape, block, np.packbits(rows).tobytes())
     )
+
+
+@made_in_graphs
+def acsr(start: Any, step: Any, count: Any) -> Pattern:
+    """Return the pattern in which query i sees keys ``start[i] + step[i] * c``, c < ``count[i]``.
+
+    This is the affine-compressed-sparse-row format of SPLAT (Gupta et al., arXiv 2407.16847), for
+    sequences of ``len(start)`` queries. Adjacent rows with the same step are joined into one piece
+    if their first and last keys are constant or advance by one per row. A window takes at most
+    three pieces and a block takes one; an irregular row takes one each. Takes O(rows).
+
+    Args:
+        start: First key of every row, ``[seqlen_q]``, integers of at least 0.
+        step: Distance between the keys of every row, ``[seqlen_q]``, integers of at least 1.
+        count: Number of keys of every row, ``[seqlen_q]``, integers of at least 0.
+
+    Raises:
+        TypeError: An argument is not a one-dimensional array of integers.
+        ValueError: A value is out of range, or the arguments differ in length.
+
+    Example:
+        >>> acsr([0, 1, 0], [1, 1, 2], [1, 1, 2]).to_mask(3).astype(int).tolist()
+        [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    """
+    columns = []
+    for name, values, least in (("start", start, 0), ("step", step, 1), ("count", count, 0)):
+        array = as_array(values)
+        if array.ndim != 1 or array.dtype.kind not in "iu" and array.size:
+            raise TypeError(f"{name} must be a row of integers, got {values!r}")
+        if array.size and array.min() < least:
+            raise ValueError(f"{name} must be at least {least}, got {array.min()}")
+        columns.append(np.array(array.tolist(), dtype=object))  # ends may exceed int64
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            f"start, step and count must be of one length, got {list(map(len, columns))}"
+        )
+    first, steps, counts = columns
+    rows = Rows(first, steps, counts, first + steps * (counts - 1))
+    seqlen_kv = max((rows.last + 1)[rows.num_keys > 0], default=0)
+    if seqlen_kv > FAR:
+        raise ValueError(f"keys must lie below {FAR}, got {seqlen_kv - 1}")
+    num_rows = len(first)
+    bound = BoundPattern(num_rows, max(num_rows, seqlen_kv), tuple(tidy_all(as_pieces(rows))))
+    return Listed("acsr", bound, seqlen_kv)
 
 
 @uncompiled
@@ -189,28 +236,33 @@ def _patterns_of_layouts(
 
 @dataclass(frozen=True, repr=False)
 class Listed(Pattern):
-    """Pattern of a mask, for its lengths."""
+    """Pattern of a mask or of rows of keys, for the lengths of the arrays."""
 
     origin: str
     """Name of the function that made the pattern."""
     bound: BoundPattern
+    """The pattern at these lengths."""
+    least_kv: int | None = None
+    """Smallest number of keys that is supported; ``None`` supports the bound lengths only."""
 
     @property
     def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
-        """The lengths of the mask."""
+        """The lengths of the arrays."""
         return self.bound.lengths
 
     def suits(self, lengths: tuple[int, int]) -> bool:
-        """Return whether these are the lengths of the mask."""
-        return lengths == self.default_lengths
+        """Return whether these are the lengths of the arrays, perhaps with other keys."""
+        seqlen_q, seqlen_kv = lengths
+        if self.least_kv is None or seqlen_q != self.bound.seqlen_q:
+            return lengths == self.default_lengths
+        return seqlen_kv >= self.least_kv
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        if not self.suits(lengths):
-            raise ValueError(
-                f"{self!r} requires lengths {self.default_lengths}, got {tuple(lengths)}: make the "
-                "pattern for the lengths of query and key"
-            )
-        return self.bound
+        return (
+            self.bound
+            if lengths == self.bound.lengths
+            else replace(self.bound, **lengths._asdict())
+        )
 
     def __repr__(self) -> str:
         share, blocks = self.bound.density, self.bound.blocks
@@ -234,17 +286,9 @@ class _BlockSparse(Pattern):
 
     def suits(self, lengths: tuple[int, int]) -> bool:
         """Return whether the lengths have as many blocks as the layout."""
-        return self._num_blocks(lengths) == self.shape
-
-    def _num_blocks(self, lengths: tuple[int, int]) -> tuple[int, ...]:
-        return tuple(-(-length // self.block) for length in lengths)
+        return tuple(-(-length // self.block) for length in lengths) == self.shape
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        if not self.suits(lengths):
-            raise ValueError(
-                f"{self!r} requires lengths of {self.shape} blocks, "
-                f"got {tuple(lengths)}, which is {self._num_blocks(lengths)} blocks"
-            )
         size = int(np.prod(self.shape))
         bits = np.unpackbits(np.frombuffer(self.packed, np.uint8), count=size)
         layout = bits.reshape(self.shape).view(bool)

@@ -62,6 +62,9 @@ class Pattern(ABC):
     """``(seqlen_q, seqlen_kv)`` of a pattern made from arrays, else ``None``. Without given
     lengths, such a pattern refers to query indices instead of positions."""
 
+    advice: ClassVar[str] = "make the pattern for the lengths of query and key"
+    """Advice of the error for lengths that the pattern does not support."""
+
     @property
     def made(self) -> "Pattern":
         """This pattern; of one that a graph makes, see :class:`InGraph`, the pattern it makes."""
@@ -94,7 +97,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        """Return the bound pattern at these lengths."""
+        """Return the bound pattern at these lengths, which it suits."""
 
     def head(self, batch: int, head: int) -> "Pattern":
         """Return the pattern of one head of one batch element."""
@@ -119,8 +122,7 @@ class Pattern(ABC):
         """
         seqlen_q = as_integer("seqlen_q", seqlen_q, 0, FAR)
         seqlen_kv = seqlen_q if seqlen_kv is None else as_integer("seqlen_kv", seqlen_kv, 0, FAR)
-        bound: BoundPattern = _remembered(self, seqlen_q, seqlen_kv)
-        return bound
+        return _bind_once(self, Lengths(seqlen_q, seqlen_kv))
 
     def count(self, queries: range, keys: range) -> int:
         """Return the exact number of live pairs within a rectangle.
@@ -161,20 +163,29 @@ class Pattern(ABC):
         return self.bind(seqlen_q, seqlen_kv).to_mask()
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        return combine("|", self, other)
+        return combine("|", self, other) if isinstance(other, Pattern) else NotImplemented
 
     def __and__(self, other: "Pattern") -> "Pattern":
-        return combine("&", self, other)
+        return combine("&", self, other) if isinstance(other, Pattern) else NotImplemented
 
     def __sub__(self, other: "Pattern") -> "Pattern":
-        return combine("-", self, other)
+        return combine("-", self, other) if isinstance(other, Pattern) else NotImplemented
 
 
 _Maker = TypeVar("_Maker", bound=Callable[..., Pattern])
 _DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
-_remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
-"""Cache of bound patterns, which layers and tasks request repeatedly."""
+
+
+@lru_cache(maxsize=32)
+def _bind_once(pattern: Pattern, lengths: Lengths) -> BoundPattern:
+    """Return a bound pattern, which layers and tasks request repeatedly."""
+    if not pattern.depth and not pattern.suits(lengths):  # each side of a combination is checked
+        raise ValueError(
+            f"{pattern!r:.200} requires lengths {pattern.default_lengths}, got {tuple(lengths)}: "
+            f"{pattern.advice}"
+        )
+    return pattern._bind(lengths)
 
 
 @dataclass(frozen=True, repr=False)
@@ -368,18 +379,9 @@ def made_in_graphs(make: _Maker) -> _Maker:
     return made
 
 
-def _combine_in_graph(operator: str, left: Pattern, right: Pattern) -> Pattern:
-    if not isinstance(right, Pattern):
-        return NotImplemented
-    return InGraph(combine, (operator, left, right), {})
-
-
-@named_in_graphs
-@replaced_in_graphs(_combine_in_graph, lambda: 0)
+@made_in_graphs
 def combine(operator: str, left: Pattern, right: Pattern) -> Pattern:
     """Combine two patterns head by head; a pattern shared by all heads is repeated."""
-    if not isinstance(right, Pattern):
-        return NotImplemented
     left, right = left.made, right.made
     numbers = [sorted({a, b} - {1}) or [1] for a, b in zip(left.heads, right.heads, strict=True)]
     if max(map(len, numbers)) > 1:

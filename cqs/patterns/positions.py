@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -326,6 +326,11 @@ class _Documents(Pattern):
     is_padded: bool = False
     """Whether the only document may be followed by padding, as of :func:`padded`."""
 
+    advice: ClassVar[str] = (
+        "cu_seqlens must end at the lengths, with padding as a document of its own; pass "
+        "cu_seqlens_kv too if they differ, and to padded lengths of at most these"
+    )
+
     @property
     def default_lengths(self) -> tuple[int, int]:  # type: ignore[override]
         """Number of queries and of keys of all documents."""
@@ -355,17 +360,7 @@ class _Documents(Pattern):
         return _Documents(ends, None, self.is_causal or other.is_causal)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        ends, ends_kv = self.ends, self.ends_kv or self.ends
-        if not self.suits(lengths):
-            sizes = f"{lengths.seqlen_q} queries and {lengths.seqlen_kv} keys"
-            given = f"got {ends[-1]} and {ends_kv[-1]}"
-            if self.is_padded:
-                raise ValueError(f"lengths must be at most those of {sizes}, {given}")
-            raise ValueError(
-                f"cu_seqlens and cu_seqlens_kv must end at the {sizes} of the whole sequence, "
-                f"{given}: make padding a document of its own, and pass both if lengths differ"
-            )
-        sides = np.array(ends), np.array(ends_kv)
+        sides = np.array(self.ends), np.array(self.ends_kv or self.ends)
         bound = BoundDocuments(*lengths, *sides, is_causal=self.is_causal)
         return bound if max(lengths) < 2**31 else BoundPattern(*lengths, bound.pieces)
 

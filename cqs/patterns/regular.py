@@ -1,7 +1,7 @@
 """Closed forms of masks: the few pieces that a regular mask consists of."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,19 +130,15 @@ def _full_diagonals(mask: _Mask) -> _Mask:
 
 def _as_bands(diagonals: list[int]) -> list[_Band] | None:
     """Write ascending integers as disjoint arithmetic progressions, or ``None`` if as many."""
-    candidates = [
-        _runs_first(diagonals, 1),
-        _runs_first(diagonals, _MOST_STEPS),
-        _progressions(diagonals, _MOST_STEPS),
-    ]
+    candidates = _runs_first(diagonals), _progressions(diagonals)
     return min((bands for bands in candidates if bands is not None), key=len, default=None)
 
 
-def _runs_first(diagonals: list[int], num_steps: int) -> list[_Band] | None:
+def _runs_first(diagonals: list[int]) -> list[_Band] | None:
     """Write adjacent integers as runs, and the others as progressions up to the ends of runs."""
     runs = [run for run in _runs(diagonals) if run[0] < run[1]]
     beside = set(diagonals).difference(*(range(first, last + 1) for first, last in runs))
-    others = _progressions(sorted(beside), num_steps)
+    others = _progressions(sorted(beside))
     if others is None:
         return None
     bands = []
@@ -165,7 +161,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield int(run[0]), int(run[-1])
 
 
-def _progressions(numbers: list[int], num_steps: int) -> list[_Band] | None:
+def _progressions(numbers: list[int]) -> list[_Band] | None:
     """Write ascending integers as progressions, from each first the longest of a few steps."""
     left, bands = list(numbers), list[_Band]()
     while left:
@@ -173,7 +169,7 @@ def _progressions(numbers: list[int], num_steps: int) -> list[_Band] | None:
             return None
         members = set(left)
         best = range(left[0], left[0] + 1)
-        for other in left[1 : num_steps + 1]:
+        for other in left[1 : _MOST_STEPS + 1]:
             step = other - left[0]
             stop = other
             while stop in members:
@@ -272,9 +268,5 @@ def _row_pieces(mask: _Mask) -> list[Piece] | None:
         if row[start] and not row[start : end + 1 : step].all():
             return None
     columns = (column.astype(object) for column in (first, steps, counts, last))
-    pieces: list[Piece] = []
-    for piece in as_pieces(Rows(*columns)):
-        pieces.append(piece)
-        if len(pieces) > _MOST_PIECES:
-            return None
-    return tidy_all(pieces)
+    pieces = list(islice(as_pieces(Rows(*columns)), _MOST_PIECES + 1))
+    return tidy_all(pieces) if len(pieces) <= _MOST_PIECES else None

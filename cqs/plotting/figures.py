@@ -51,32 +51,20 @@ def _number(axis: Any, room: float) -> None:
     axis.set_major_formatter("{x:,.0f}")
 
 
-def draw_key(
-    axes: Any, colors: Sequence[str], first: int, label: str, location: str = "right"
-) -> Any:
-    """Draw a bar that numbers colours beside the axes; return it.
-
-    Args:
-        axes: Matplotlib axes.
-        colors: The colours of consecutive integers.
-        first: The integer of the first colour.
-        label: Name of the integers.
-        location: ``"right"`` or ``"bottom"`` of the axes.
-    """
+def draw_key(axes: Any, colors: Sequence[str]) -> Any:
+    """Draw a bar beside the axes that numbers the colours of tasks; return it."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.ticker import MaxNLocator
 
-    width, height = points_across(axes)
-    most = min(16, int(height / 20 if location == "right" else width / 30))
-    edges = [first + i - 0.5 for i in range(len(colors) + 1)]
+    most = min(16, int(points_across(axes)[1] / 20))
+    edges = [task - 0.5 for task in range(len(colors) + 1)]
     bar = axes.figure.colorbar(
         ScalarMappable(BoundaryNorm(edges, len(colors)), ListedColormap(colors)),
         ax=axes,
-        location=location,
         aspect=30,
         ticks=MaxNLocator(most, integer=True, steps=[1, 2, 5, 10]),
-        label=label,
+        label="task",
     )
     bar.minorticks_off()
     return bar
@@ -88,11 +76,6 @@ def make_logarithmic(axes: Any) -> None:
     axes.yaxis.set_major_formatter(PLAIN)
     low, high = axes.dataLim.intervaly
     axes.set_ylim(0.9 * 2 ** floor(log2(low)), 1.1 * 2 ** ceil(log2(high)))
-
-
-def write_centred(axes: Any, place: tuple[float, float], text: str, **style: Any) -> None:
-    """Write text with its centre at a place; options are those of ``axes.text``."""
-    axes.text(*place, text, **{"ha": "center", "va": "center"} | style)
 
 
 def add_legend(axes: Any, num_columns: int = 2) -> Any:

@@ -59,7 +59,7 @@ def plot_owners(plan: Plan, axes: Any = None, *, index: int | None = None) -> An
     else:
         _draw_live_pairs(plan, axes, colors)
     if index is None and (plan.num_tasks > _NAMED or plan.pattern is not None):
-        figures.draw_key(axes, colors, 0, "task").ax.invert_yaxis()
+        figures.draw_key(axes, colors).ax.invert_yaxis()
     return axes
 
 
@@ -102,7 +102,8 @@ def _name_owner(axes: Any, index: int, block: Block, color: str) -> None:
     if size >= _NAME_POINTS * (3 if is_causal else 1.5):
         x = keys.start + len(keys) * (1 / 3 if is_causal else 1 / 2)
         y = queries.start + len(queries) * (2 / 3 if is_causal else 1 / 2)
-        figures.write_centred(axes, (x, y), str(index), fontsize=_NAME_POINTS, color=color)
+        style = {"ha": "center", "va": "center", "fontsize": _NAME_POINTS}
+        axes.text(x, y, str(index), color=color, **style)
 
 
 def _outline(block: Block) -> list[tuple[int, int]]:

@@ -19,9 +19,10 @@ from cqs.problem.masks import add_mask, check_pattern
 from cqs.problem.options import ProblemOptions
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import check_scores
-from cqs.problem.tensors import check_tensor, dense_option
+from cqs.problem.tensors import check_kind, dense_value
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
+_NAMES = "query", "key", "value"
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
 
@@ -194,10 +195,20 @@ def check_problem(
         NotImplementedError: The pattern cannot be intersected with the causal mask; the device is
             neither CPU nor CUDA; or forward-mode or functorch derivatives are requested.
     """
-    query = check_tensor("query", query)
-    key, value = check_tensor("key", key, query), check_tensor("value", value, query)
+    query, key, value = map(dense_value, _NAMES, (query, key, value))
     batch = 1
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in zip(_NAMES, (query, key, value), strict=True):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
+                f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
+                "flatten(0, -4) for several batch dimensions"
+            )
+        check_kind(name, tensor, query.device)
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have dtype {query.dtype} of query, got {tensor.dtype}")
         batch = tensor.shape[0] if batch == 1 else batch
         if tensor.shape[0] not in (1, batch):
             raise ValueError(f"{name} must have a batch of 1 or {batch}, got {tensor.shape[0]}")
@@ -226,10 +237,11 @@ def check_problem(
     sizes = batch, num_heads, query.shape[2], key.shape[2]
     pattern, scores = options.get("pattern"), options.get("scores")
     if attn_mask is not None:
-        attn_mask = dense_option("attn_mask", attn_mask)
+        attn_mask = dense_value("attn_mask", attn_mask)
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     is_causal = as_bool("is_causal", options.get("is_causal", False))
-    is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
+    if pattern is not None:
+        is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
     if not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -241,17 +253,13 @@ def check_problem(
     sinks = terms = None
     if scores is not None:
         sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
-    masks = is_causal, factor, _check_dropout(options), pattern
-    return Problem(query, key, value, *masks, sinks, terms)
-
-
-def _check_dropout(options: ProblemOptions) -> Dropout | None:
     dropout_p, seed = options.get("dropout_p", 0.0), options.get("seed")
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     seed = None if seed is None else as_integer("seed", seed, 0)
-    return Dropout(probability, draw_seed() if seed is None else seed) if probability else None
+    dropout = Dropout(probability, draw_seed() if seed is None else seed) if probability else None
+    return Problem(query, key, value, is_causal, factor, dropout, pattern, sinks, terms)
 
 
 def draw_seed() -> int:

@@ -52,13 +52,11 @@ def add_mask(
     return pattern, Scores(*rest, attn_mask, scores.score_mod)
 
 
-def check_pattern(
-    pattern: Pattern | None, is_causal: bool, *sizes: int
-) -> tuple[bool, Pattern | None]:
+def check_pattern(pattern: Pattern, is_causal: bool, *sizes: int) -> tuple[bool, Pattern | None]:
     """Validate a pattern and intersect it with the causal mask.
 
     Args:
-        pattern: A pattern, or ``None`` for dense attention.
+        pattern: A pattern.
         is_causal: Whether to intersect the pattern with the causal mask.
         sizes: Batch, query heads, queries and keys.
 
@@ -70,8 +68,6 @@ def check_pattern(
         ValueError: ``pattern`` is for other lengths, heads or batch elements.
         NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
     """
-    if pattern is None:
-        return is_causal, None
     check_is_pattern(pattern)
     return _intersect(pattern, is_causal, sizes)
 

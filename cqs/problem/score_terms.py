@@ -111,13 +111,17 @@ class ScoreTerms:
 
     def cut(self, tensor: Tensor, queries: range, keys: range) -> Tensor:
         """Return the part of the bias held, or of its sum, of adjacent tokens, as a view."""
-        places = [
-            tokens if held is None or size == 1 else rows_of(tokens, held)
-            for tokens, held, size in zip(
-                (queries, keys), self.held or (None, None), tensor.shape[2:], strict=True
-            )
+        return _take(tensor, *self._places(tensor, [queries], [keys]))
+
+    def _places(
+        self, tensor: Tensor, queries: Sequence[range], keys: Sequence[range]
+    ) -> "list[slice | Tensor]":
+        """Return rows and columns of positions in the bias held, or in its sum."""
+        sides = zip(tensor.shape[2:], (queries, keys), self.held or (None, None), strict=True)
+        return [
+            _ALL if size == 1 else _index(wanted, held, tensor.device)
+            for size, wanted, held in sides
         ]
-        return _take(tensor, *(slice(place.start, place.stop) for place in places))
 
     def add_bias_sums(self, chunk: "ScoreTerms | None", batch: int, heads: range) -> None:
         """Add the sum of the bias's gradient of a chunk, whose positions it holds."""
@@ -149,13 +153,7 @@ class ScoreTerms:
             positions = _positions(queries, device), _positions(keys, device)
         if self.bias is None:
             return PairTerms(self, positions)
-        held = self.held or (None, None)
-        rows, columns = (
-            _ALL if size == 1 else _index(wanted, held_tokens, device)
-            for size, wanted, held_tokens in zip(
-                self.bias.shape[2:], (queries, keys), held, strict=True
-            )
-        )
+        rows, columns = self._places(self.bias, queries, keys)
         sums = self.sums[0] if self.bias_requires_grad and self.sums else None
         return PairTerms(self, positions, _take(self.bias, rows, columns), sums, rows, columns)
 

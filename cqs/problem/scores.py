@@ -10,7 +10,7 @@ from torch import Tensor
 from cqs.arguments import to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.problem.score_terms import Reads, ScoreMod, ScoreTerms
-from cqs.problem.tensors import check_kind, dense_option, with_four_dimensions
+from cqs.problem.tensors import check_kind, dense_value, with_four_dimensions
 
 _LEAST_CAP = 1e-30
 """Smallest soft cap; kernels compute it and its reciprocal in float32."""
@@ -127,7 +127,7 @@ def _check_tensor(name: str, tensor: Tensor | None, query: Tensor) -> Tensor | N
     """Return a tensor of the scores, or raise TypeError or ValueError."""
     if tensor is None:
         return None
-    tensor = dense_option(f"scores.{name}", tensor)
+    tensor = dense_value(f"scores.{name}", tensor)
     check_kind(f"scores.{name}", tensor, query.device)
     return tensor
 
@@ -176,18 +176,14 @@ def _check_score_mod(score_mod: Any) -> Any:
     """Return a function of five arguments, or ``None``, or raise TypeError."""
     if score_mod is None:
         return None
-    if not callable(score_mod):
-        raise TypeError(f"scores.score_mod must be a function or None, got {score_mod!r}")
     try:
-        score_signature = signature(score_mod)
-    except ValueError:  # a function of C without one
+        signature(score_mod).bind(*range(5))
+    except ValueError:  # a function of C has no signature
         return score_mod
-    try:
-        score_signature.bind(*range(5))
-    except TypeError:
+    except TypeError as error:
         raise TypeError(
-            "scores.score_mod must be a function of score, batch element, head, query and key, "
-            f"got one of {score_signature}"
+            "scores.score_mod must be None or a function of score, batch element, head, query and "
+            f"key, got {score_mod!r}: {error}"
         ) from None
     return score_mod
 

@@ -28,52 +28,10 @@ def _autocast(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def check_tensor(name: str, tensor: Tensor, query: Tensor | None = None) -> Tensor:
-    """Return a tensor that kernels can read, or raise an error that names the argument.
-
-    Args:
-        name: Name of the argument.
-        tensor: The argument.
-        query: The checked query, whose dtype and device key and value must have.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    dispatch = type(tensor).__torch_dispatch__
-    is_dense = tensor.layout == torch.strided and dispatch is Tensor.__torch_dispatch__
-    if not is_dense or tensor.is_nested or tensor._is_zerotensor() or tensor.is_neg():
-        tensor = dense_value(name, tensor)
-    if tensor.ndim != 4:
-        raise ValueError(
-            f"{name} must be [batch, num_heads, seqlen, head_dim], got shape "
-            f"{tuple(tensor.shape)}: use unsqueeze(1) for a single head, "
-            "flatten(0, -4) for several batch dimensions"
-        )
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{name} must be on the CPU or a GPU, got {tensor.device}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0:
-        check_untransformed(name, tensor)
-    for attribute in ("dtype", "device") if query is not None else ():
-        wanted, actual = getattr(query, attribute), getattr(tensor, attribute)
-        if actual != wanted:
-            raise ValueError(f"{name} must have the {attribute} of query, {wanted}, got {actual}")
-    return tensor
-
-
-def dense_option(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor that is an option of a call, plain and dense, or raise an error."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
-    tensor = dense_value(name, tensor)
-    check_untransformed(name, tensor)
-    return tensor
-
-
 def check_kind(
     name: str, tensor: Tensor, device: torch.device, *, allows_bool: bool = False
 ) -> None:
-    """Raise unless an option has a supported dtype and is on the device of the query."""
+    """Raise unless a tensor has a supported dtype and is on the device of the query."""
     if tensor.dtype not in DTYPES and not (allows_bool and tensor.dtype == torch.bool):
         supported = "bool, " * allows_bool + "float64, float32, bfloat16 or float16"
         raise TypeError(f"{name} must be {supported}, got {tensor.dtype}")
@@ -98,8 +56,21 @@ def with_four_dimensions(name: str, tensor: Tensor, sizes: Sequence[int]) -> Ten
     return tensor.view(shape) if tensor.ndim < 4 else tensor
 
 
-def check_untransformed(name: str, tensor: Tensor) -> None:
-    """Raise NotImplementedError for a tensor of forward-mode or functorch derivatives."""
+def dense_value(name: str, tensor: Tensor) -> Tensor:
+    """Return a plain tensor whose memory has its values.
+
+    Raises:
+        TypeError: The argument is not a tensor, or is not dense.
+        NotImplementedError: Forward-mode or functorch derivatives are requested.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        tensor = _plain_value(name, tensor)
+    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
+        tensor = tensor.clone()
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(
             f"{name} must be a plain tensor, got one inside torch.func.vmap or grad: call "
@@ -109,16 +80,6 @@ def check_untransformed(name: str, tensor: Tensor) -> None:
         raise NotImplementedError(
             f"{name} must not have a tangent, got a dual tensor: use reverse-mode derivatives"
         )
-
-
-def dense_value(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory has its values, or raise TypeError."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        tensor = _plain_value(name, tensor)
-    elif tensor._is_zerotensor():  # a gradient of autograd that has no memory
-        tensor = tensor.clone()
     return tensor.resolve_neg()  # a negative bit is not applied in memory
 
 

@@ -60,7 +60,8 @@ class LocalDriver:
             seconds = [turn["all"].get("whole", turn["all"]["tasks"][0]) for turn in repeats]
             self._ones[name] = held[0].peak, seconds
         elif name not in self._ones:
-            self._ones[name] = self._weigh_one(work), [turn["one"] for turn in repeats]
+            peak = self._check(work, work.plan_of_one)[0].peak
+            self._ones[name] = peak, [turn["one"] for turn in repeats]
         one_bytes, ones = self._ones[name]
         turns = [
             RepeatTimes(**turn["all"], one=one, dense=turn["dense"])
@@ -76,10 +77,6 @@ class LocalDriver:
             one_bytes=one_bytes,
             num_devices=num_devices,
         )
-
-    def _weigh_one(self, work: MeasuredPass) -> int:
-        """Return the peak memory of the whole problem as one task, in bytes."""
-        return self._check(work, work.plan_of_one)[0].peak
 
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
         """Verify the merged result of all tasks, and measure the memory of each task."""

@@ -5,9 +5,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from cqs.executors.verify import VerificationError, sample_rows, visible_rows
+from cqs.executors.verify import VerificationError, bound_mask, sample_rows, visible_rows
 from cqs.partial import Gradients, Partial
-from cqs.patterns import sliding_window
 from cqs.problem import Problem
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -94,8 +93,6 @@ def _exact_gradients(
 
 def _visible_columns(problem: Problem, keys: Tensor) -> Tensor:
     """Return the mask of some keys, bool ``[seqlen, len(keys)]``, True where a query sees one."""
-    seqlen = problem.query.shape[2]
-    plain = sliding_window(None, 0 if problem.is_causal else None)
-    bound = problem.bound_pattern or plain.bind(seqlen)
+    bound = bound_mask(problem)
     masks = [torch.from_numpy(bound.to_mask(None, range(key, key + 1))) for key in keys.tolist()]
     return torch.cat(masks, dim=1).to(keys.device)

@@ -8,7 +8,7 @@ from cqs.plotting.colors import OKABE_ITO
 from cqs.plotting.figures import PLAIN, add_legend, make_logarithmic, new_axes
 from cqs.report.measurement import format_rows
 from cqs.report.rows import ScalingRow
-from cqs.report.table import Table, digits
+from cqs.report.table import Table, digits, percent
 
 Rows = Sequence[ScalingRow]
 
@@ -44,10 +44,7 @@ QUANTITIES = {
         lambda row: row.predicted_bytes and row.predicted_bytes / _MIB, "{:.1f}".format
     ),
     "measured MiB": Quantity(lambda row: row.peak_bytes / _MIB, "{:.1f}".format),
-    "share of one task": Quantity(
-        lambda row: None if row.memory_share is None else 100 * row.memory_share,
-        "{:.3g} %".format,
-    ),
+    "share of one task": Quantity(lambda row: row.memory_share, percent),
     "measured / predicted": Quantity(lambda row: row.peak_ratio, "{:.3f}".format),
     "MiB in": Quantity(lambda row: row.bytes_in / _MIB, "{:.1f}".format),
     "MiB out": Quantity(lambda row: row.bytes_out / _MIB, "{:.1f}".format),
@@ -60,7 +57,7 @@ QUANTITIES = {
     "over one task": Quantity(lambda row: row.speedup),
     "over dense": Quantity(lambda row: 1 / row.ratio),
     "devices": Quantity(lambda row: row.num_devices, str),
-    "efficiency": Quantity(lambda row: 100 * row.efficiency, "{:.3g} %".format),
+    "efficiency": Quantity(lambda row: row.efficiency, percent),
 }
 """Quantities by name: the header of their column and the label of their line."""
 _REFERENCES = _IDEAL_SHARE, "devices"

@@ -12,28 +12,26 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Table:
-    """A header and at least one row of cells; ``str`` lays them out as plain text."""
+    """A header and at least one row of cells.
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
-
-    def __str__(self) -> str:
-        return format_table(self.header, self.rows)
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lay out a table with a rule under its header; words are aligned left, numbers right.
+    ``str`` lays them out as plain text, with a rule under the header; words are aligned left,
+    numbers right.
 
     Example:
-        >>> print(format_table(["worker", "share"], [["first", "14.3 %"], ["second", "9 %"]]))
+        >>> print(Table(["worker", "share"], [["first", "14.3 %"], ["second", "9 %"]]))
         worker   share
         ------  ------
         first   14.3 %
         second     9 %
     """
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    columns = [_format_column(*column) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        cells = [list(self.header), *([str(cell) for cell in row] for row in self.rows)]
+        columns = [_format_column(*column) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _format_column(header: str, *cells: str) -> list[str]:

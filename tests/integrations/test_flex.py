@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused():
         (([1], [1], [1]), {}, TypeError, "query must be a torch.Tensor, got list"),
         (tensors, {"block_mask": block_mask(up_to, 90)}, ValueError, "90"),
         (tensors, {"block_mask": three}, ValueError, "num_heads must be 3 .* got 4"),
-        (tensors, {"score_mod": 3}, TypeError, "score_mod must be a function or None, got 3"),
+        (tensors, {"score_mod": 3}, TypeError, "score_mod must be None or a function .* got 3"),
         (few, {"enable_gqa": False}, ValueError, "without enable_gqa, got 2"),
         (tensors, {"return_lse": True, "return_aux": lse}, ValueError, "return_lse must be False"),
         (tensors, {"return_aux": most}, NotImplementedError, "must not request max_scores"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
-from cqs.report.table import format_table
+from cqs.report.table import Table
 
 NUM_TASKS = 3
 """Number of tasks of every call, so that partial outputs are merged."""
@@ -208,4 +208,4 @@ def format_verdicts(verdicts):
         totals.update(counts)
         rows.append((each.suite, each.version, *counts.values(), options or "none"))
     header = ("suite", "version", *counts, "refused options")
-    return format_table(header, [*rows, ("total", "", *totals.values(), "")])
+    return str(Table(header, [*rows, ("total", "", *totals.values(), "")]))

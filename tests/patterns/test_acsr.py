@@ -60,6 +60,6 @@ def test_rows_are_values():
     rows = [0, 1, 2], np.array([1, 1, 1]), [2, 2, 2]
     pattern = acsr(*rows)
     assert pattern == acsr(*rows) == pickle.loads(pickle.dumps(pattern))
-    assert repr(pattern).startswith("acsr(<3 rows, 1 pieces, ")
+    assert repr(pattern).startswith("acsr(<3 x 4, ")
     assert repr(pattern) != repr(acsr([0, 1, 2], [1, 1, 1], [3, 3, 3]))
     assert pattern.count(range(3), range(4)) == 6

@@ -210,7 +210,7 @@ def test_live_pairs_are_those_of_the_layout_of_deepspeed(block, layouts, heads):
     assert pattern == block_sparse(layout[:heads], block) and pattern.heads == (1, heads)
     for head, mask in enumerate(layout.repeat(block, axis=1).repeat(block, axis=2)):
         assert_is(random.Random(0), pattern.head(0, head).bind(length), mask)
-    with pytest.raises(ValueError, match="requires lengths of"):
+    with pytest.raises(ValueError, match="requires lengths"):
         pattern.head(0, 0).bind(length + 128)
 
 
@@ -229,15 +229,15 @@ SQUARE = np.ones((4, 4), dtype=bool)
         (lambda: from_mask(torch.ones(2, 2, dtype=torch.bfloat16)), r"mask must be .*, got 1\.0"),
         (lambda: block_sparse([1, 0], 4), r"layout must be .* got \[2\]"),
         (lambda: block_sparse([[1]], 0), "block must be at least 1, got 0"),
-        (lambda: block_sparse([[1]], 4).bind(5), r"got \(5, 5\), which is \(2, 2\)"),
+        (lambda: block_sparse([[1]], 4).bind(5), r"requires lengths \(4, 4\), got \(5, 5\)"),
         (lambda: acsr([0], [0], [1]), "step must be at least 1, got 0"),
         (lambda: acsr([-1], [1], [1]), "start must be at least 0, got -1"),
         (lambda: acsr([0], [1], [0.5]), "count must be a row of integers"),
         (lambda: acsr(np.array([2**63], np.uint64), [1], [1]), "keys must lie below"),
         (lambda: acsr([2**62], [2**62], [3]), "keys must lie below 4611686018427387904, got"),
         (lambda: acsr([0, 1], [1], [1]), r"must be of one length, got \[2, 1, 1\]"),
-        (lambda: acsr([0], [1], [4]).bind(1, 3), "1 queries and at least 4 keys, got"),
-        (lambda: acsr([0], [1], [4]).bind(2, 4), "1 queries and at least 4 keys, got"),
+        (lambda: acsr([0], [1], [4]).bind(1, 3), r"requires lengths \(1, 4\), got \(1, 3\)"),
+        (lambda: acsr([0], [1], [4]).bind(2, 4), r"requires lengths \(1, 4\), got \(2, 4\)"),
         (lambda: from_deepspeed(3, 128), "config must be a SparsityConfig of DeepSpeed, got 3"),
         (lambda: from_block_mask(3), "block_mask must be a BlockMask of FlexAttention, got 3"),
         (lambda: per_head([[]]), "patterns must be rows of one length"),

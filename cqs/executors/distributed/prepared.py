@@ -212,9 +212,9 @@ class _Placement:
         transport = transport_of(group, device)
         batch, num_heads, *_ = problem.query.shape
         lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
-        is_causal, pattern = check_pattern(
-            values["pattern"], values["is_causal"], batch, num_heads, *lengths
-        )
+        is_causal, pattern = values["is_causal"], values["pattern"]
+        if pattern is not None:
+            is_causal, pattern = check_pattern(pattern, is_causal, batch, num_heads, *lengths)
         machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
         if limit is None and not values["is_captured"] and device.type == "cuda":
             limit = min(swap(control_group(group), [free_bytes(device)]))
