@@ -5,7 +5,6 @@ moving rows from busy tasks to others costs their bytes and saves computation.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,7 @@ from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.placement import Placement, place_documents
-from cqs.scheduler.workload import PASSES, Workload
+from cqs.scheduler.workload import Workload
 
 _TOLERANCES = (0.1, 0.3, 1.0)
 """Tolerances that are tried if it is much faster not to balance the tasks at all."""
@@ -53,9 +52,9 @@ def predict_documents(
         head_parallel: Head-parallel degree, or ``"auto"`` for all that the heads support.
     """
     shape = workload.shape
-    degrees: Sequence[int | str] = [head_parallel]
-    if isinstance(head_parallel, str):
-        degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
+    degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
+    if not isinstance(head_parallel, str):
+        degrees = [head_parallel]
 
     def predict(degree: int, tolerance: float) -> Prediction:
         held, key_held = (join_shards(lengths, degree) for lengths in (shards, key_shards))
@@ -67,15 +66,12 @@ def predict_documents(
 
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
-    for degree in map(int, degrees):
+    for degree in degrees:
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * balanced:
             break
-        least = balanced + _least_exchange(workload, len(shards), machine, passes, degree)
-        if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * least:
-            continue
         predict_with = partial(predict, degree)
         best = predict_with(Documents().tolerance)
-        if best.seconds > _MOST_BALANCING * least:
+        if best.seconds > _MOST_BALANCING * balanced:
             unmoved = predict_with(math.inf)
             if best.seconds > _MOST_BALANCING * unmoved.seconds:
                 best = min(*map(predict_with, _TOLERANCES), unmoved, key=lambda one: one.seconds)
@@ -88,24 +84,6 @@ def predict_documents(
 def join_shards(lengths: tuple[int, ...], number: int) -> tuple[int, ...]:
     """Return the lengths of as many consecutive shards together."""
     return tuple(sum(lengths[i : i + number]) for i in range(0, len(lengths), number))
-
-
-def _least_exchange(
-    workload: Workload, num_devices: int, machine: Machine, passes: str, degree: int
-) -> float:
-    """Return the seconds that sends are exposed if tasks move nothing to each other."""
-    if degree == 1:
-        return 0.0
-    seconds, near = 0.0, min(degree, machine.devices_per_node)
-    queries, keys, _ = workload.shard_bytes(num_devices, degree)
-    for is_backward in PASSES[passes]:
-        chunks = workload.num_chunks(
-            num_devices, degree, is_backward=is_backward, kind=Documents(), machine=machine
-        )
-        for number in (queries + keys, queries):
-            num_bytes = number / chunks
-            seconds += machine.exchange((near - 1) * num_bytes, (degree - near) * num_bytes)
-    return seconds
 
 
 def _predict_pass(

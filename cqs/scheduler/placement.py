@@ -127,9 +127,7 @@ def place_documents(
     loads = np.diff(documents.live_before(homes))
     limit = (1 + tolerance) * max(loads.mean(), 1)
     slack = _SLACK * loads.mean()
-    given = np.zeros((2, 0), np.int64)
-    if loads.max() > limit:
-        given = _choose_rows(documents, homes, loads, limit, tile)
+    given = _choose_rows(documents, homes, loads, limit, tile)
     ends, receivers = _divide(documents, given, limit - loads, slack, tile)
     cuts = np.unique(np.concatenate([homes, *given, ends]))
     starts, stops = cuts[:-1], cuts[1:]
