@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cqs.scheduler.group_needs import GroupNeeds, group_needs
 from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes, most_bytes
-from cqs.scheduler.kinds import Kind, fit_kind, list_kinds
+from cqs.scheduler.kinds import Kind, fit_kind, is_final, list_kinds
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.rounds import Round
 from cqs.scheduler.workload import PASSES, Workload
@@ -99,6 +99,7 @@ def predict_plan(
     """
     num_tasks = num_devices // head_parallel
     kind = fit_kind(kind, num_tasks)
+    merges = not is_final(kind)
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
         num_devices,
@@ -114,7 +115,7 @@ def predict_plan(
         # A device owns a part of its token group; half of the group may be all of its queries.
         by_task = [(*there, math.ceil(back), returned) for *there, back, returned, _, _ in needs]
         by_device = ([head_parallel * number for number in counts] for counts in by_task)
-        needs = tuple(GroupNeeds(*[*counts, float(not kind.is_final), 1.0]) for counts in by_device)
+        needs = tuple(GroupNeeds(*[*counts, float(merges), 1.0]) for counts in by_device)
 
     queries, keys = workload.shard_rows(num_devices)
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
@@ -128,9 +129,9 @@ def predict_plan(
         with_keys = Flow(received, (needed.key_results - 1) * keys, own_keys)
         return DeviceRows(
             *([Round((there, with_keys))], (queries, keys), groups, _MOST_TURNS),
-            results=there if kind.is_final and is_backward else away,
-            separate=(0, 0) if kind.is_final else (queries, needed.home * queries),
-            is_final=kind.is_final,
+            results=away if merges or not is_backward else there,
+            separate=(queries, needed.home * queries) if merges else (0, 0),
+            is_final=not merges,
         )
 
     chunk = workload.part(head_parallel, chunks)
@@ -148,7 +149,7 @@ def predict_plan(
     compute = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices
     compute *= kind.busiest if workload.is_causal else 1.0
     before, after = 0.0, 0.0  # computation that overlaps the first sends, and the last results
-    if not is_backward and not kind.is_final:
+    if not is_backward and merges:
         before = compute * num_tasks / num_devices**2 / chunks
         after = (chunks - 1) * before
     elif not is_backward:
@@ -315,9 +316,8 @@ def predict(
         True
     """
     (predict_pass, supports), shape = METHODS[method], workload.shape
-    per_node = machine.devices_per_node
     if plan is None:
-        plan = "any" if per_node < num_devices else "quorums"
+        plan = "any" if machine.devices_per_node < num_devices else "quorums"
     predictions = []
     degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
     for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
@@ -325,7 +325,7 @@ def predict(
             continue
         choices = [partial(predict_pass, workload, num_devices, machine, degree)]
         if method == "cqs":
-            kinds = list_kinds(plan, num_devices // degree, per_node / degree)
+            kinds = list_kinds(plan, num_devices // degree, machine.devices_per_node / degree)
             choices = [partial(choices[0], kind=kind) for kind in kinds]
         predictions += [predict_passes(choice, passes) for choice in choices]
     if not predictions:

@@ -1,11 +1,11 @@
 """Count the token groups that tasks receive, for the cost model of communication."""
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cqs.ranges import overlap
-from cqs.scheduler.kinds import Documents, Kind
+from cqs.scheduler.kinds import Documents, Kind, is_final
 from cqs.scheduler.plan import Plan
 from cqs.scheduler.task import Task, join_ranges
 
@@ -43,40 +43,33 @@ def group_needs(kind: Kind, num_tasks: int, *, is_causal: bool) -> tuple[GroupNe
     read the keys of very many groups are counted without a mask, and those of documents by
     :mod:`cqs.scheduler.document_cost`.
     """
-    merged, step = float(not kind.is_final), 1 if num_tasks <= _FEW_TASKS else num_tasks // 4
+    merged, step = float(not is_final(kind)), 1 if num_tasks <= _FEW_TASKS else num_tasks // 4
     if kind.num_groups[1] > _MOST_KEY_GROUPS or isinstance(kind, Documents):
         return (GroupNeeds(*kind.num_groups, *kind.num_groups, merged, merged),)
     plan = Plan(_SIZE * num_tasks, _SIZE * num_tasks, num_tasks, is_causal, kind)
-    read = {i: _rows_by_group(plan.task(i), num_tasks) for i in range(0, num_tasks, step)}
+    tasks = {index: plan.task(index) for index in range(0, num_tasks, step)}
+    read = {
+        index: (join_ranges(part.queries for part in task.steps), task.held_keys)
+        for index, task in tasks.items()
+    }
     needs = set()
-    for index, rows in read.items():
-        there = [sum(counts) - counts[index] for counts in rows]
-        back = [sum(read[i][side][index] for i in read if i != index) for side in (0, 1)]
-        mixed = (merged * fraction for fraction in _mixed(plan.task(index), index * _SIZE))
+    for index, task in tasks.items():
+        in_own = partial(_count, range(index * _SIZE, (index + 1) * _SIZE))
+        there = [sum(map(len, ranges)) - in_own(ranges) for ranges in read[index]]
+        back = [sum(in_own(read[i][side]) for i in read if i != index) for side in (0, 1)]
         both = (1 + number / _SIZE for number in (*there, *(back if step == 1 else there)))
-        needs.add(GroupNeeds(*both, *mixed))
+        needs.add(GroupNeeds(*both, *(merged * part for part in _mixed(task, in_own))))
     return tuple(sorted(needs))
 
 
-def _rows_by_group(task: Task, num_groups: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of queries, and of keys, that a task reads of every group."""
-    sides = [0] * num_groups, [0] * num_groups
-    queries = join_ranges(step.queries for step in task.steps)
-    for counts, ranges in zip(sides, (queries, task.held_keys), strict=True):
-        for tokens in ranges:
-            for group in range(tokens.start // _SIZE, -(-tokens.stop // _SIZE)):
-                counts[group] += len(overlap(tokens, range(group * _SIZE, (group + 1) * _SIZE)))
-    return sides
+def _count(own: range, ranges: Iterable[range]) -> int:
+    """Return the number of tokens of a group in disjoint ranges."""
+    return sum(len(overlap(tokens, own)) for tokens in ranges)
 
 
-def _mixed(task: Task, first: int) -> tuple[float, float]:
-    """Return ``home`` and ``own_keys`` of a task, given the first token of its own group."""
-    own = range(first, first + _SIZE)
+def _mixed(task: Task, in_own: Callable[[Iterable[range]], int]) -> tuple[float, float]:
+    """Return ``home`` and ``own_keys`` of a task, given the count of tokens of its own group."""
     blocks = [block for step in task.steps for block in step.blocks()]
-
-    def inside(ranges: Iterable[range]) -> int:
-        return sum(len(overlap(tokens, own)) for tokens in ranges)
-
-    home = [block.queries for block in blocks if len(overlap(block.keys, own)) < len(block.keys)]
-    away = [block.keys for block in blocks if not overlap(block.queries, own)]
-    return inside(join_ranges(home)) / _SIZE, float(0 < inside(away) < sum(map(len, away)))
+    home = [block.queries for block in blocks if in_own([block.keys]) < len(block.keys)]
+    away = [block.keys for block in blocks if not in_own([block.queries])]
+    return in_own(join_ranges(home)) / _SIZE, float(0 < in_own(away) < sum(map(len, away)))

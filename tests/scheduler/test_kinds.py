@@ -30,7 +30,7 @@ def _ends(tokens):
 def test_rows_are_queries_with_all_keys():
     plan = make_plan(5, 7, num_tasks=3, kind="rows")
     assert table(plan) == [[(0, 0, 0, 6)], [(1, 2, 0, 6)], [(3, 4, 0, 6)]]
-    assert plan.kind == Grid2D(1, 3) and plan.kind.is_final
+    assert plan.kind == Grid2D(1, 3) and plan.kind.num_groups == (1, 3)
 
 
 def test_rows_that_are_not_balanced_stay_with_their_task():

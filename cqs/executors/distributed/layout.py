@@ -19,7 +19,7 @@ from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
-from cqs.scheduler.kinds import fit_kind
+from cqs.scheduler.kinds import fit_kind, is_final
 from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
 from cqs.scheduler.rounds import Round
 from cqs.scheduler.task import join_ranges
@@ -150,7 +150,7 @@ class Layout:
     @cached_property
     def is_final(self) -> bool:
         """Whether results cover all keys of their queries and need no merge."""
-        return self.plan.kind.is_final and not self.is_bounded
+        return is_final(self.plan.kind) and not self.is_bounded
 
 
 @lru_cache(maxsize=32)
@@ -231,7 +231,7 @@ def lay_out(
     own = shards_q[rank], shards_kv[rank]
     whole = Round((query_route, key_route), steps=sum(splits[rank], ()))
     separate = [
-        (0, 0) if kind.is_final else (len(queries) * bool(split.own), len(span_of(split.home)))
+        (0, 0) if is_final(kind) else (len(queries) * bool(split.own), len(span_of(split.home)))
         for split, queries in zip(splits, shards_q, strict=True)
     ]
     routes = query_route, key_route, result_route
@@ -268,7 +268,7 @@ def _find_needs(
         The steps of all ranks; the queries of which every rank returns results, those that it
         receives, and the keys that it receives.
     """
-    is_final, num_ranks = plan.kind.is_final, len(shards_q)
+    needs_merge, num_ranks = not is_final(plan.kind), len(shards_q)
     if isinstance(plan.kind, Documents):
         own_queries = [range(0)] * num_ranks if with_gradients else shards_q
         splits = split_documents(plan.placement, own_queries, head_parallel)
@@ -279,8 +279,8 @@ def _find_needs(
         tasks = [plan.task(rank // head_parallel) for rank in range(num_ranks)]
         splits = [
             SplitSteps((), (), task.steps)
-            if is_final and with_gradients
-            else split_steps(task.steps, queries, range(0) if is_final else keys, bound)
+            if with_gradients and not needs_merge
+            else split_steps(task.steps, queries, keys if needs_merge else range(0), bound)
             for task, queries, keys in zip(tasks, shards_q, shards_kv, strict=True)
         ]
         task_queries = [[step.queries for step in task.steps] for task in tasks]

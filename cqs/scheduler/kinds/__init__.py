@@ -14,7 +14,7 @@ Kind = Quorums | Grid2D | Hosts | Documents
 
 - ``fit(num_tasks)`` checks the kind against the number of tasks and returns the kind of a plan.
 - ``divide(groups)`` returns the function that lists the steps of a task, given its index.
-- ``is_final``, ``num_groups``, ``busiest`` and ``near`` predict costs without a plan.
+- ``num_groups``, ``busiest`` and ``near`` predict costs without a plan.
 - ``to_json()`` returns the field that :func:`read_kind` reads, and ``str`` describes the kind.
 """
 
@@ -58,6 +58,11 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
         kind = Documents()
     assert not isinstance(kind, str)
     return kind.fit(num_tasks)
+
+
+def is_final(kind: Kind) -> bool:
+    """Return whether each query row has all its keys in one task: a task reads one query group."""
+    return kind.num_groups[0] == 1
 
 
 def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:

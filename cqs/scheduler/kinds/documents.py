@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cqs.scheduler.task import Step
@@ -37,11 +37,6 @@ class Documents:
     def __str__(self) -> str:
         """Describe the kind."""
         return "whole documents where their tokens are"
-
-    @property
-    def is_final(self) -> bool:
-        """Whether each query row has all its keys in one task."""
-        return True
 
     @property
     def num_groups(self) -> tuple[int, int]:
@@ -99,7 +94,8 @@ class Documents:
                 '"quorums" for other patterns'
             )
         shards = self.shards or tuple(map(len, groups.queries))
-        key_shards = self.key_shards or _divide_evenly(groups.seqlen_kv, groups.number)
+        even_groups = replace(groups, tile=1, pattern=None)
+        key_shards = self.key_shards or tuple(map(len, even_groups.keys))
         if not self.key_shards and lengths[0] == lengths[1]:
             key_shards = shards
         for name, held, length in zip(
@@ -108,7 +104,3 @@ class Documents:
             if sum(held) != length:
                 raise ValueError(f"{name} must have {length} tokens together, got {held}")
         return place_documents(documents, shards, key_shards, groups.tile, self.tolerance)
-
-
-def _divide_evenly(length: int, number: int) -> tuple[int, ...]:
-    return tuple((i + 1) * length // number - i * length // number for i in range(number))

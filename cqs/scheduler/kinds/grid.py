@@ -43,11 +43,6 @@ class Grid2D:
         return text if self.is_balanced else f"{text}, not balanced"
 
     @property
-    def is_final(self) -> bool:
-        """Whether each query row has all its keys in one task."""
-        return self.query_groups == 1
-
-    @property
     def num_groups(self) -> tuple[int, int]:
         """Number of groups of which a task reads queries, and keys, without balancing."""
         return self.query_groups, self.key_groups

@@ -38,11 +38,6 @@ class Hosts:
         return f"{self.outer} for hosts of {self.size} tasks"
 
     @property
-    def is_final(self) -> bool:
-        """Whether each query row has all its keys in one task."""
-        return self.outer.is_final
-
-    @property
     def num_groups(self) -> tuple[int, int]:
         """Largest number of groups of which a task reads queries, and keys, without balancing."""
         queries, keys = self.outer.num_groups

@@ -36,11 +36,6 @@ class Quorums:
         return f"quorums of {len(self.interest_set)} groups (interest set {self.interest_set})"
 
     @property
-    def is_final(self) -> bool:
-        """Whether each query row has all its keys in one task."""
-        return len(self.interest_set) == 1
-
-    @property
     def num_groups(self) -> tuple[int, int]:
         """Largest number of groups of which a task reads queries, and keys."""
         return len(self.interest_set), len(self.interest_set)
