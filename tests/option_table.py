@@ -112,10 +112,7 @@ AXES: dict[str, dict[str, list[Any]]] = {
     | _GRADIENTS
     | _DEVICE
     | _RANKS
-    | {
-        "joint": ["none", "front", "rear"],
-        "kind": ["plain", "prepared", "DTensor"],
-    },
+    | {"joint": ["none", "front", "rear"], "kind": ["plain", "prepared", "DTensor"]},
     "streaming": PROBLEM
     | _GRADIENTS
     | _DEVICE

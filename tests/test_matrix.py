@@ -130,10 +130,7 @@ def compute(call, attend, tensors, leaves, grad_output, **options):
     """Return output, LSE (or None), and gradients if the call has them."""
     has_gradients = call.get("gradients", False)
     given = {name: call[name] for name in ARGUMENTS if name in call} | options
-    with (
-        torch.set_grad_enabled(has_gradients),
-        torch.device(call.get("default_device", "cpu")),
-    ):
+    with torch.set_grad_enabled(has_gradients), torch.device(call.get("default_device", "cpu")):
         for name in LIMITS:
             if multiple := call.get(name):
                 given[name] = multiple * table.least(partial(attend, *tensors, **given), name)

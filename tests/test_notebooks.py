@@ -75,8 +75,7 @@ def execute():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in NOTEBOOKS],
+    "name", [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in NOTEBOOKS]
 )
 def test_a_notebook_runs_at_small_sizes(name, execute):
     notebook, cells = read(name)

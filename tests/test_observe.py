@@ -13,8 +13,7 @@ NUM_BYTES = 3 * 2 * 60 * 16 * 4
 
 
 @pytest.mark.parametrize(
-    "attend",
-    [cqs.attention, cqs.streaming.attention, pytest.param(None, marks=[pytest.mark.ray])],
+    "attend", [cqs.attention, cqs.streaming.attention, pytest.param(None, marks=[pytest.mark.ray])]
 )
 def test_each_pass_is_logged(request, caplog, attend):
     if attend is None:

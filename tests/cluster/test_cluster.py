@@ -19,15 +19,7 @@ from cqs.executors.ray import pool
 from cqs.executors.ray.actor import TaskActor
 from cqs.executors.ray.blob import Blob
 from cqs.executors.verify import VerificationError
-from cqs.patterns import (
-    causal,
-    dilated,
-    fixed,
-    longformer,
-    per_head,
-    sliding_window,
-    strided,
-)
+from cqs.patterns import causal, dilated, fixed, longformer, per_head, sliding_window, strided
 from cqs.scheduler import Quorums
 from cqs.worker.memory import predict_pattern_cost
 

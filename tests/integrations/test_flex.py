@@ -84,10 +84,7 @@ def test_a_key_of_batch_one_is_that_of_all_queries():
 def test_blocks_count_whatever_the_mask_function_says():
     diagonal = block_mask(up_to, 256, 256)  # of which only the diagonal blocks are partial
     mask = torch_flex.BlockMask.from_kv_blocks(
-        diagonal.kv_num_blocks,
-        diagonal.kv_indices,
-        BLOCK_SIZE=128,
-        seq_lengths=(256, 256),
+        diagonal.kv_num_blocks, diagonal.kv_indices, BLOCK_SIZE=128, seq_lengths=(256, 256)
     )
     query, key, value = operands(4, 256, 256)
     block = torch.arange(256) // 128

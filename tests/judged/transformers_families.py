@@ -174,10 +174,7 @@ def _judge(model_class):
     if deviation(found, expected) > 1:
         # Padding that the model's own code reads: "sdpa" too has other values there than "eager".
         if deviation(found, results_of(with_attention(model, "sdpa"), batch)) > 1:
-            return {
-                "outcome": "differs",
-                "reason": f"{deviation(found, expected):.3g} x tolerance",
-            }
+            return {"outcome": "differs", "reason": f"{deviation(found, expected):.3g} x tolerance"}
         row["reference"] = "sdpa"
     if not layers and not spy.call_count:
         raise ValueError("no layer of attention with these options")

@@ -18,10 +18,7 @@ from cqs.scheduler import make_plan
         ("bigbird(block=1)", 2**62),
         ("global_tokens([*range(0, 1000000, 2)])", 10**6),
         ("documents([*range(0, 1000001)])", 10**6),
-        (
-            "documents([*range(0, 10000)], [*range(0, 10000)]) & documents([*range(0, 10000)])",
-            9999,
-        ),
+        ("documents([*range(0, 10000)], [*range(0, 10000)]) & documents([*range(0, 10000)])", 9999),
         ("from_mask(range(1000000000))", 16384),
         ("block_sparse([range(1000000000)], 1)", 16384),
         ("block_sparse([[1]], 1000000000)", 10**9),

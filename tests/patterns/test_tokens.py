@@ -183,10 +183,7 @@ def test_documents_in_documents_are_documents():
         (lambda: documents([0, 4], [0, 2]).bind(2, 4), r"lengths \(4, 2\), got \(2, 4\)"),
         (lambda: documents([0, 3, 6]).bind(5), r"lengths \(6, 6\), got \(5, 5\): .* padding"),
         (lambda: (documents([0, 3]) & documents([0, 4])).bind(4), r"\(3, 3\), got \(4, 4\)"),
-        (
-            lambda: (documents([0, 2, 3], [0, 4, 4]) & sliding_window(1)).bind(3, 4),
-            "must not mix",
-        ),
+        (lambda: (documents([0, 2, 3], [0, 4, 4]) & sliding_window(1)).bind(3, 4), "must not mix"),
         (lambda: documents([0, 2], is_causal=1), "is_causal must be a bool, got 1"),
         (lambda: bigbird(random_blocks=-1), "random_blocks must be at least 0, got -1"),
         (lambda: bigbird(block=4.0), "block must be an integer, got 4.0"),

@@ -47,8 +47,7 @@ def test_rows_that_are_not_balanced_stay_with_their_task():
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "kind"),
-    [(1.25e6, Grid2D(1, 4, is_balanced=False)), (1e11, Quorums((0, 1, 2)))],
+    ("bandwidth", "kind"), [(1.25e6, Grid2D(1, 4, is_balanced=False)), (1e11, Quorums((0, 1, 2)))]
 )
 def test_slow_links_are_worth_unequal_work(bandwidth, kind):
     machine = Machine(60e9, 60e9, 0.0, devices_per_node=1, between=bandwidth, latency=1e-6)
@@ -71,10 +70,7 @@ def test_ranks_of_a_host_share_the_rows_of_its_task():
     plan = make_plan(12, num_tasks=6, kind=Hosts(Quorums((0, 1)), 2))
     outer = make_plan(12, num_tasks=3, kind=Quorums((0, 1)))
     assert table(outer)[1] == [(4, 7, 4, 11), (8, 11, 4, 7)]
-    assert table(plan)[2:4] == [
-        [(4, 5, 4, 11), (8, 9, 4, 7)],
-        [(6, 7, 4, 11), (10, 11, 4, 7)],
-    ]
+    assert table(plan)[2:4] == [[(4, 5, 4, 11), (8, 9, 4, 7)], [(6, 7, 4, 11), (10, 11, 4, 7)]]
 
 
 def test_rows_of_a_pattern_hold_its_live_keys_only():

@@ -178,10 +178,7 @@ def compile_for_hopper() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         compile_three_consumers(dtype, 64, window | streams)
     for head_dim in (64, 128):
-        for dtype, lengths in (
-            (torch.bfloat16, (TOKENS, TOKENS)),
-            (torch.float16, (300, 333)),
-        ):
+        for dtype, lengths in ((torch.bfloat16, (TOKENS, TOKENS)), (torch.float16, (300, 333))):
             kind = dtype, head_dim, lengths
             compile_five_products(takes_rectangle_kernel, *kind, None)
             compile_five_products(takes_rectangle_kernel, *kind, dtype, is_causal=True)

@@ -6,14 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from cqs.patterns import (
-    block_diagonal,
-    dilated,
-    documents,
-    fixed,
-    sliding_window,
-    strided,
-)
+from cqs.patterns import block_diagonal, dilated, documents, fixed, sliding_window, strided
 from cqs.patterns.piece import FAR
 from cqs.patterns.views import View
 from cqs.worker import calls

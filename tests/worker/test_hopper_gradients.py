@@ -10,14 +10,7 @@ from cqs.worker.operands import TaskOperands
 pytest.importorskip("triton")
 
 from cqs.worker.triton import TRITON, launch, rectangle_launch, residues
-from tests.worker.hopper import (
-    BF16,
-    FP16,
-    count_pairs,
-    exact_gradients,
-    make_tensors,
-    plan_work,
-)
+from tests.worker.hopper import BF16, FP16, count_pairs, exact_gradients, make_tensors, plan_work
 from tests.worker.test_hopper_visits import LENGTHS, NAMES, find_work
 from tests.worker.test_residues import DILATED
 

@@ -8,13 +8,7 @@ from benchmarks.cases import Case
 from cqs.patterns import from_mask
 from cqs.patterns.views import View
 from cqs.scheduler import Step
-from cqs.worker.triton.tiles import (
-    FAR_32,
-    NO_BITS,
-    key_launches,
-    make_tile_list,
-    query_launches,
-)
+from cqs.worker.triton.tiles import FAR_32, NO_BITS, key_launches, make_tile_list, query_launches
 from cqs.worker.work import BlockRow, Work, make_work
 from tests.worker.hopper import plan_work
 

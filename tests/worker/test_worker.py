@@ -165,11 +165,7 @@ def test_a_task_holds_what_was_predicted_and_no_score_matrix(num_tasks, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("backend", "tokens", "pattern"),
-    [
-        ("triton", 256, None),
-        ("reference", 1500, None),
-        ("reference", 2000, PATTERNS["longformer"]),
-    ],
+    [("triton", 256, None), ("reference", 1500, None), ("reference", 2000, PATTERNS["longformer"])],
     ids=str,
 )
 def test_predicted_peak_is_what_a_task_holds(backend, tokens, pattern, dtype, dropout):
