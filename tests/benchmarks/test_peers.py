@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.ring import Ring
 from cqs.executors.verify import VerificationError
-from cqs.worker import Worker
+from cqs.patterns import block_sparse, documents, sliding_window
 
 pytestmark = pytest.mark.long
 
@@ -23,6 +24,12 @@ CASES = (
     Case("gqa", 48, 48, num_heads=48, num_kv_heads=24),
     Case("few-key-heads", 48, 48, num_heads=24, num_kv_heads=2),
 )
+PATTERNS = {
+    "documents": documents([0, 8, 16, 64, 72, 96]),
+    "window": sliding_window(20, 40),
+    "blocks": block_sparse(np.random.default_rng(0).random((4, 12, 12)) < 0.5, 8),
+}
+ALWAYS = {"one each", "ulysses padded", "torch", "torch all-to-all", "all-gather whole"}
 REFUSED = {
     ("few-key-heads", 2): {"ulysses in two"},
     ("few-key-heads", 3): {"ulysses", "ulysses in two"},
@@ -40,8 +47,8 @@ def largest_errors(group, case):
     whole = exact, *torch.autograd.grad(exact, tensors, grad)
     found = {}
     for name, make in METHODS.items():
-        method = make(group, Worker.of(problem), is_causal=case.is_causal)
-        if reason := method.why_not(problem):
+        method = make(group, problem)
+        if reason := method.why_not():
             found[name] = reason
             continue
         shard = [method.shard(tensor.detach()) for tensor in tensors]
@@ -60,9 +67,20 @@ def largest_errors(group, case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
-    refused = {"one each", "cqs replayed", "ulysses padded", "torch", "torch all-to-all"}
-    refused |= REFUSED.get((case.name, num_ranks), set()) | ({"grid"} if num_ranks < 4 else set())
     for found in ranks.run(num_ranks, largest_errors, replace(case, is_causal=is_causal)):
+        refused = REFUSED.get((case.name, num_ranks), set()) | ALWAYS
+        assert {name for name, error in found.items() if isinstance(error, str)} == refused
+        assert max(error for error in found.values() if isinstance(error, float)) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "pattern"), PATTERNS.items())
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_method_is_exact_on_patterns(ranks, num_ranks, name, pattern):
+    case = Case(name, 96, 96, num_heads=4, num_kv_heads=4, pattern=pattern)
+    refused = {"one each", "ulysses padded", "torch", "torch all-to-all"}
+    refused |= set() if name == "documents" else {"ring", "all-gather whole"}
+    refused |= {"ulysses in two"} if num_ranks == 4 else set()
+    for found in ranks.run(num_ranks, largest_errors, case):
         assert {name for name, error in found.items() if isinstance(error, str)} == refused
         assert max(error for error in found.values() if isinstance(error, float)) < 1e-12
 
