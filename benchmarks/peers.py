@@ -1,6 +1,7 @@
 """Methods of context parallelism, timed in one process group around one kernel."""
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -14,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.errors import verify_answer, verify_close, verify_output
-from benchmarks.options import add_common, add_heads
+from benchmarks.options import CAUSAL, add_common, add_heads, add_passes
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.alone import One
 from benchmarks.peer_methods.differentiable import attend_whole
-from benchmarks.peer_methods.method import Method, count_scores
+from benchmarks.peer_methods.method import Method
 from benchmarks.peer_patterns import NAMES, draw_pattern
 from benchmarks.publish import make_row, publish
 from benchmarks.ranks import join_ranks
@@ -42,10 +43,8 @@ _NUM_LOOPS = 3
 """Number of loops of each computation."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With 1 a GPU starts NCCL's kernels before attention kernels that were launched later."""
-_WITHOUT_NCCL = ("one", "one each", "cqs", "cqs quorums", "cqs limited", "grid")
+_WITHOUT_NCCL = ("one", "cqs", "cqs quorums", "cqs limited", "grid")
 """Methods that send nothing, or by peer-to-peer copies, which more connections overlap."""
-
-_CAUSAL = {"no": [False], "yes": [True], "both": [False, True]}
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
 """Name of a pass -> name of a method -> its computation."""
@@ -55,9 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     add_common(parser, several_lengths=True)
     add_heads(parser, 16)
-    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
+    add_passes(parser)
     parser.add_argument("--pattern", choices=NAMES, help="instead of --causal")
-    parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
     parser.add_argument("--only", metavar="NAME,NAME", help="these methods alone")
     parser.add_argument("--backend", metavar="NAME", help='also "best"; default: triton')
 
@@ -128,7 +126,7 @@ def run(
     device = join_ranks()
     rows: list[Measurement] = []
     for length in tokens or ([32768, 131072] if on_gpu else [2048]):
-        masks: list[ProblemOptions] = [{"is_causal": each} for each in _CAUSAL[causal]]
+        masks: list[ProblemOptions] = [{"is_causal": each} for each in CAUSAL[causal]]
         if pattern is not None:
             masks = [{"pattern": draw_pattern(pattern, length, heads)}]
         for mask in masks:
@@ -235,12 +233,21 @@ def _describe(
     count_bytes: Callable[[], int] | None,
 ) -> dict[str, float]:
     """Return what a row says of a computation besides its times."""
-    details: dict[str, float] = {}
-    scores = _gather(method.count_scores(compute), group)
+    scores, query = _gather(method.count_scores(compute), group), method.problem.query
+    _, heads, tokens, _ = query.shape
+    details: dict[str, float] = {
+        "tokens": tokens,
+        "heads": heads,
+        "kv_heads": method.problem.key.shape[1],
+        "ranks": len(scores),
+        "density": sum(scores) / (heads * tokens**2),
+    }
     if not isinstance(method, One):
         details["balance"] = max(scores) * len(scores) / sum(scores)
-    if method.problem.query.is_cuda:
+    if query.is_cuda:
         details["peak_bytes"] = peak_bytes(compute, group)
+    if query.is_cuda and _CONNECTIONS in os.environ:
+        details["max_connections"] = int(os.environ[_CONNECTIONS])
     if count_bytes is not None:
         details |= count_link_bytes(compute, group, count_bytes)
     return details
@@ -477,39 +484,27 @@ def _rows(
     details: dict[str, dict[str, float]],
     num_ranks: int,
 ) -> list[Measurement]:
-    _, heads, tokens, head_dim = problem.query.shape
-    scores = count_scores(problem, range(heads), [range(tokens)])
-    flops = {"forward": 4.0, "both": 14.0}[what] * scores * head_dim
+    flops = {"forward": 4.0, "both": 14.0}[what] * math.prod(problem.query.shape)
+    flops *= problem.key.shape[2]
     baseline = "one" if "one" in seconds else next(iter(seconds))
     rows = []
     for name, own in seconds.items():
-        ranks = 1 if name in ("one", "one each") else num_ranks
-        ratio = statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True))
-        found = details[name] | {
-            "tokens": tokens,
-            "heads": heads,
-            "kv_heads": problem.key.shape[1],
-            "ranks": num_ranks,
-            "density": scores / (heads * tokens**2),
-            "tflops_per_rank": flops / ranks / statistics.median(own) / 1e12,
-        }
-        if baseline == "one":
-            found["efficiency"] = 1 / (ratio * ranks)
-        if problem.query.is_cuda and _CONNECTIONS in os.environ:
-            found["max_connections"] = int(os.environ[_CONNECTIONS])
-        rows.append(
-            make_row(
-                own,
-                problem.query.dtype,
-                benchmark=f"peers {what}",
-                case=case,
-                baseline=baseline,
-                num_tasks=num_ranks,
-                executor=name,
-                ratio=ratio,
-                details=found,
-            )
+        found, ranks = details[name], 1 if name == "one" else num_ranks
+        rate = found["density"] * flops / ranks / statistics.median(own)
+        row = make_row(
+            own,
+            problem.query.dtype,
+            benchmark=f"peers {what}",
+            case=case,
+            baseline=baseline,
+            num_tasks=num_ranks,
+            executor=name,
+            ratio=seconds[baseline],
+            details=found | {"tflops_per_rank": rate / 1e12},
         )
+        if baseline == "one":
+            row.details["efficiency"] = 1 / (row.ratio * ranks)
+        rows.append(row)
     return rows
 
 

@@ -18,7 +18,6 @@ from benchmarks.peer_methods.ulysses import PaddedUlysses, Ulysses
 
 METHODS: dict[str, Callable[..., Method]] = {
     "one": One,
-    "one each": partial(One, each=True),
     "cqs": Cqs,
     "cqs quorums": partial(Cqs, head_parallel=1),
     "cqs limited": partial(Cqs, is_limited=True),
@@ -30,6 +29,5 @@ METHODS: dict[str, Callable[..., Method]] = {
     "ulysses in two": partial(Ulysses, num_chunks=2),
     "ulysses padded": PaddedUlysses,
     "torch": Torch,
-    "torch all-to-all": partial(Torch, rotate="alltoall"),
 }
 """Name of a method -> function that makes it from a process group, a problem and a backend."""

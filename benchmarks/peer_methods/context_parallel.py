@@ -24,11 +24,6 @@ class Torch(Chunked, Differentiable):
     operators. Shards are contiguous; otherwise it would copy them.
     """
 
-    def __init__(self, *arguments: Any, rotate: str = "allgather"):
-        """Also take how keys are sent: ``"allgather"``, its default, or ``"alltoall"``."""
-        super().__init__(*arguments)
-        self.rotate = rotate
-
     def why_not(self) -> str | None:
         problem, tokens = self.problem, 256 * self.num_ranks
         if not problem.query.is_cuda:
@@ -50,7 +45,7 @@ class Torch(Chunked, Differentiable):
         return super().shard(whole).contiguous()
 
     def attend(self, *tensors: Tensor) -> Tensor:
-        self._set_options()
+        _prototype()._cp_options.enable_load_balance = self.problem.is_causal  # global in PyTorch
         output: Tensor = _context_parallel_attention(self.num_ranks)(
             *tensors,
             is_causal=self.problem.is_causal,
@@ -58,16 +53,6 @@ class Torch(Chunked, Differentiable):
             enable_gqa=tensors[0].shape[1] != tensors[1].shape[1],
         )
         return output
-
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        self._set_options()
-        return super().backward(saved, grad_output)
-
-    def _set_options(self) -> None:
-        """Set the options that are global in PyTorch."""
-        prototype = _prototype()
-        prototype._cp_options.enable_load_balance = self.problem.is_causal
-        prototype.set_rotate_method(self.rotate)
 
 
 class _Attention(torch.nn.Module):
