@@ -9,7 +9,9 @@ from cqs.patterns import Pattern, block_sparse, documents
 
 DOCUMENTS = "documents:"
 """What names of patterns of packed documents begin with."""
-NAMES = (*(DOCUMENTS + name for name in LENGTHS), "window-3d", "blocks-20")
+PER_HEAD = "blocks-20"
+"""Name of the pattern that differs by head, for as many KV heads as query heads."""
+NAMES = (*(DOCUMENTS + name for name in LENGTHS), "window-3d", PER_HEAD)
 _CUT = 16
 """Documents are cut at multiples of these tokens, so that rings of up to 8 ranks cut them."""
 _MEAN_LENGTH = 1024
@@ -27,7 +29,8 @@ def draw_pattern(name: str, tokens: int, num_heads: int) -> Pattern:
     - ``"documents:..."``: causal documents, with lengths of ``benchmarks packed``.
     - ``"window-3d"``: tiles of 6 x 8 x 8 tokens of a video, as of Sliding Tile Attention (Zhang et
       al., arXiv 2502.04507), each of which sees itself and its neighbours in three dimensions.
-    - ``"blocks-20"``: another fifth of all blocks of 128 x 128 pairs for every head.
+    - ``"blocks-20"``: a random fifth of the blocks of 128 x 128 pairs, drawn anew for every head,
+      and those of the diagonal.
 
     Args:
         name: One of ``NAMES``.

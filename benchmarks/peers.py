@@ -20,7 +20,7 @@ from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.alone import One
 from benchmarks.peer_methods.differentiable import attend_whole
 from benchmarks.peer_methods.method import Method
-from benchmarks.peer_patterns import NAMES, draw_pattern
+from benchmarks.peer_patterns import NAMES, PER_HEAD, draw_pattern
 from benchmarks.publish import make_row, publish
 from benchmarks.ranks import join_ranks
 from benchmarks.timing import time_by_wall_clock, time_calls, track
@@ -103,8 +103,8 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: torchrun did not start this process, a method or backend is unknown, or there
-            are too few tokens.
+        ValueError: torchrun did not start this process, a method or backend is unknown, there are
+            too few tokens, or the pattern does not support the tokens or KV heads.
         VerificationError: A result is wrong; raised on every rank.
     """
     names = only.split(",") if only else list(METHODS)
@@ -126,6 +126,8 @@ def run(
     device = join_ranks()
     rows: list[Measurement] = []
     for length in tokens or ([32768, 131072] if on_gpu else [2048]):
+        if pattern == PER_HEAD and kv_heads not in (None, heads):
+            raise ValueError(f"kv_heads must be {heads} for {pattern}, got {kv_heads}")
         masks: list[ProblemOptions] = [{"is_causal": each} for each in CAUSAL[causal]]
         if pattern is not None:
             masks = [{"pattern": draw_pattern(pattern, length, heads)}]
@@ -471,8 +473,7 @@ def _slowest(
 
 def _case(problem: Problem, label: str | None) -> str:
     _, heads, tokens, head_dim = problem.query.shape
-    kind = "causal" if problem.is_causal else "full"
-    kind = kind if label is None else label.replace(":", "-")
+    kind = label.replace(":", "-") if label else "causal" if problem.is_causal else "full"
     return f"{kind}-{tokens}-h{heads}-kv{problem.key.shape[1]}-d{head_dim}"
 
 

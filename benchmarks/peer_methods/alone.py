@@ -21,7 +21,5 @@ class One(Differentiable):
     def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         return tuple(saved) if self.rank else super().backward(saved, grad_output)
 
-    def attend(self, *tensors: Tensor) -> Tensor:
-        options = self.problem, self.backend, self.problem.pattern
-        output: Tensor = attend_whole(*options, *tensors)
-        return output
+    def attend(self, *tensors: Tensor) -> Any:
+        return attend_whole(self.problem, self.backend, self.problem.pattern, *tensors)
