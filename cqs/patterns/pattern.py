@@ -173,8 +173,8 @@ class Pattern(ABC):
 _Maker = TypeVar("_Maker", bound=Callable[..., Pattern])
 _DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
-_remembered = lru_cache(maxsize=32)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
-"""Cache of bound patterns, which layers and tasks request repeatedly."""
+_remembered = lru_cache(maxsize=256)(lambda pattern, *lengths: pattern._bind(Lengths(*lengths)))
+"""Cache of bound patterns, which layers and tasks request repeatedly; heads may differ."""
 
 
 @dataclass(frozen=True, repr=False)
