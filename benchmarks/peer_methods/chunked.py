@@ -95,6 +95,7 @@ class Chunked(Method):
         views = [tuple(self._views(part, places, num_rows)) for _, part in self.problem.parts()]
         if not any(views):
             return None
+        assert all(views), "every head must have a live pair in every call"
         rows, columns = range(num_rows), range((places[-1][0] // 2 + 1) * num_rows)
         step = Step(0, rows, (columns,), None, len(rows) * len(columns))
         patterns = (RowViews(len(rows), len(columns), each) for each in views)

@@ -46,11 +46,11 @@ BUDGETS = {
     "cqs/plotting": Budget(355, 103, 5),
     "cqs/report": Budget(843, 126, 7),
     "cqs/commands": Budget(964, 154, 6),
-    "benchmarks": Budget(6816, 767, 0),
+    "benchmarks": Budget(6815, 762, 0),
     "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_154, "docs/notes": 17_899}
+MOST_WORDS = {"docs": 57_147, "docs/notes": 17_898}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
