@@ -15,8 +15,8 @@ from cqs.report.measurement import check_rows
 BENCHMARKS = {
     "tasks": "time of all tasks on this device relative to one call of the same kernels",
     "host": "host time of short calls, alone or under torchrun",
-    "kernels": "single calls of kernels, and the merge",
-    "merge": "bandwidth of the merge on a CPU relative to a copy",
+    "kernels": "single calls of kernels",
+    "merge": "bandwidth of the merge relative to a copy",
     "accuracy": "errors of outputs and gradients against float64",
     "memory": "peak memory of tasks relative to the prediction",
     "ray": "tasks on Ray actors, by parts of a run",

@@ -4,6 +4,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from cqs.worker import BACKENDS
 
 _NUM_TASKS = (1, 3, 4, 7, 8, 13, 31)
 _FIELDS = ("output", "grad_query", "grad_key", "grad_value")
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Attend = Callable[..., Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,16 +89,6 @@ def _contenders(problem: Problem) -> dict[str, _Attend]:
 
         return attend
 
-    def ours(backend: str, num_tasks: int) -> _Attend:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output = cqs.attention(
-                query, key, value, is_causal=True, num_tasks=num_tasks, backend=backend
-            )
-            assert isinstance(output, Tensor)
-            return output
-
-        return attend
-
     found = {"PyTorch, flash": pytorch(SDPBackend.FLASH_ATTENTION)}
     if problem.query.is_cuda:
         found["PyTorch, cudnn"] = pytorch(SDPBackend.CUDNN_ATTENTION)
@@ -105,7 +96,9 @@ def _contenders(problem: Problem) -> dict[str, _Attend]:
         tensors = problem.query, problem.key, problem.value
         if backend != "reference" and not found_backend.why_not(*tensors):
             for num_tasks in _NUM_TASKS:
-                found[f"{backend}, W = {num_tasks}"] = ours(backend, num_tasks)
+                options: dict[str, Any] = {"num_tasks": num_tasks, "backend": backend}
+                attend = partial(cqs.attention, is_causal=True, **options)
+                found[f"{backend}, W = {num_tasks}"] = attend
     return found
 
 

@@ -111,22 +111,20 @@ def _measure(
             seconds[by].append(_time(compute))
     times = {by: each[1:] for by, each in seconds.items()}  # the first repeat warms caches
     baseline = statistics.median(times[_BASELINE])
-    rows = []
-    for by, of_repeats in times.items():
-        rows.append(
-            make_row(
-                of_repeats,
-                "bfloat16" if torch.cuda.is_available() else "float32",
-                benchmark=f"host {name}",
-                case=f"full-{length}-h8-d64",
-                baseline=_BASELINE,
-                num_tasks=int(by.split()[0]) if by.endswith("ranks") else 1,
-                executor=by,
-                ratio=times[_BASELINE],
-                details={"over_us": 1e6 * (statistics.median(of_repeats) - baseline)},
-            )
+    return [
+        make_row(
+            of_repeats,
+            "bfloat16" if torch.cuda.is_available() else "float32",
+            benchmark=f"host {name}",
+            case=f"full-{length}-h8-d64",
+            baseline=_BASELINE,
+            num_tasks=int(by.split()[0]) if by.endswith("ranks") else 1,
+            executor=by,
+            ratio=times[_BASELINE],
+            details={"over_us": 1e6 * (statistics.median(of_repeats) - baseline)},
         )
-    return rows
+        for by, of_repeats in times.items()
+    ]
 
 
 def _time(compute: Callable[[], object]) -> float:

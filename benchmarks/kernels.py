@@ -12,7 +12,7 @@ from benchmarks.errors import verify_answer, verify_output
 from benchmarks.options import add_common
 from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.timing import time_in_turn
-from cqs.partial import Gradients, Partial, RunningMerge, merge_rows
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement
@@ -24,7 +24,6 @@ from cqs.worker.triton import TRITON
 
 _HEADS = 16
 _NUM_TASKS = 31
-_PARTS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) -> None:
-    """Verify and time single calls of our kernels and of libraries on a GPU, and the merge.
+    """Verify and time single calls of our kernels and of libraries on a GPU.
 
     FLOPs are ``4 N^2 d`` per head forward and 2.5 times that backward, half of it if causal. Work
     that a kernel does twice counts once.
@@ -55,7 +54,6 @@ def run(*, tokens: int | None = None, repeats: int = 9, out: str | None = None) 
             kind = "causal" if is_causal else "full"
             case = Case(kind, tokens, tokens, _HEADS, _HEADS, head_dim, is_causal=is_causal)
             rows += _measure(case.make(torch.bfloat16, "cuda"), repeats)
-    rows.append(_measure_merge(tokens, repeats))
     publish(rows, make_columns("tflops"), out)
 
 
@@ -91,7 +89,6 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
     ):
         seconds = time_in_turn(computations, repeats, Timer("cuda"), name)
         for by, own in seconds.items():
-            ratios = (a / b for a, b in zip(own, seconds["cudnn"], strict=True))
             rows.append(
                 make_row(
                     own,
@@ -101,7 +98,7 @@ def _measure(problem: Problem, repeats: int) -> list[Measurement]:
                     f"-h{_HEADS}-d{head_dim}",
                     baseline="cudnn",
                     executor=by,
-                    ratio=statistics.median(ratios),
+                    ratio=seconds["cudnn"],
                     details={"tflops": work / statistics.median(own) / 1e12},
                 )
             )
@@ -156,50 +153,3 @@ def _triton_backward(
     operands = TaskOperands(problem.query, problem.key, problem.value, work, problem.scale)
     dtype = problem.query.dtype
     return lambda: TRITON.differentiate(operands, grad_output, *answer, dtype=dtype)
-
-
-def _measure_merge(tokens: int, repeats: int) -> Measurement:
-    """Measure the bandwidth of a merge relative to that of a copy."""
-    shape = 1, _HEADS, tokens, 128
-    parts = [
-        (
-            Partial(torch.randn(shape, device="cuda"), torch.randn(shape[:3], device="cuda")),
-            slice(None),
-        )
-        for _ in range(_PARTS)
-    ]
-    answer = Partial(
-        torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
-        torch.empty(shape[:3], device="cuda"),
-    )
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    computations: dict[str, Callable[[], object]] = {
-        "merge": lambda: merge_rows(answer, parts),
-        "copy": lambda: target.copy_(source),
-    }
-    merge_rows(answer, parts)
-    merge = RunningMerge(Partial(*map(torch.empty_like, answer)))
-    for part, _ in parts:
-        merge.add(part)
-    torch.testing.assert_close(tuple(answer), tuple(merge.finish()))
-    seconds = time_in_turn(computations, repeats, Timer("cuda"))
-    moved = sum(t.nbytes for part, _ in parts for t in part) + sum(t.nbytes for t in answer)
-    merge_rates, copy_rates = (
-        [nbytes / each / 1e12 for each in seconds[name]]
-        for name, nbytes in (("merge", moved), ("copy", 2 * source.nbytes))
-    )
-    rates = {
-        "terabytes_per_second": statistics.median(merge_rates),
-        "copy_terabytes_per_second": statistics.median(copy_rates),
-    }
-    return make_row(
-        seconds["merge"],
-        "bfloat16",
-        benchmark="kernels merge",
-        case=f"{_PARTS}-parts-{tokens}-h{_HEADS}-d128",
-        baseline="copy, time per byte",
-        executor="triton",
-        ratio=statistics.median(a / b for a, b in zip(copy_rates, merge_rates, strict=True)),
-        details=rates,
-    )

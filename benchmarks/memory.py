@@ -50,14 +50,8 @@ def run(*, tokens: int | None = None, repeats: int = 1, out: str | None = None) 
 
 def measure_task(problem: Problem, task: Task, backend: str) -> tuple[int, int]:
     """Return the predicted and the measured peak bytes of a task."""
-    query, key, value = (
-        hold(tensor, ranges)
-        for tensor, ranges in (
-            (problem.query, task.held_queries),
-            (problem.key, task.held_keys),
-            (problem.value, task.held_keys),
-        )
-    )
+    query = hold(problem.query, task.held_queries)
+    key, value = (hold(tensor, task.held_keys) for tensor in (problem.key, problem.value))
     worker = Worker.of(problem, backend)
     _, peak = measure_held(
         lambda: worker.run_steps(task.steps, query, key, value), (query, key, value)

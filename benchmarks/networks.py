@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import INTERFACE, Hosts, link_bytes, why_not_hosts
-from benchmarks.options import add_common
+from benchmarks.options import CAUSAL, add_common, add_passes
 from benchmarks.peers import draw, measure
 from benchmarks.publish import make_columns, publish
 from cqs.commands.options import parse_integers
@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", choices=("fair", "plain"), help="of a link; default: fair")
     parser.add_argument("--kv-heads", type=parse_integers, metavar="H,H,...", help="default: 8,2")
     parser.add_argument("--head-dim", type=int, metavar="D", help="default: 64")
-    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
-    parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
+    add_passes(parser)
     parser.add_argument("--only", metavar="NAME,NAME", help=f"default: {_METHODS}")
 
 
@@ -95,11 +94,7 @@ def run(
     """
     if reason := why_not_hosts():
         raise ValueError(f"hosts cannot be made: {reason}")
-    cases = [
-        (number, is_causal)
-        for number in kv_heads
-        for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]
-    ]
+    cases = [(number, is_causal) for number in kv_heads for is_causal in CAUSAL[causal]]
     for number in hosts:
         rate = mbit or _RATES[number > _MANY_HOSTS]
         chunks = 2 * number * ranks_per_host
@@ -168,10 +163,13 @@ def _predict(method: str, problem: Problem, passes: str) -> dict[str, float]:
     """Return the predicted milliseconds of a method, if the cost model has it."""
     if method not in METHODS:
         return {}
-    workload = Workload(problem.query.shape[2], _shape(problem), problem.is_causal)
-    rate = _CORE_RATE * (os.cpu_count() or 1) / _num_ranks()  # the ranks share the cores
+    workload, number = (
+        Workload(problem.query.shape[2], problem.shape, problem.is_causal),
+        dist.get_world_size(),
+    )
+    rate = _CORE_RATE * (os.cpu_count() or 1) / number  # the ranks share the cores
     machine = replace(_hosts(), rate=rate, backward_rate=rate, per_row=0.0)
-    found = predict(method, workload, _num_ranks(), machine, passes, plan="any")
+    found = predict(method, workload, number, machine, passes, plan="any")
     return {} if found is None else {"predicted_ms": 1e3 * found.seconds}
 
 
@@ -179,7 +177,7 @@ def _promise(problem: Problem, *, with_gradients: bool) -> dict[str, float]:
     """Return the bytes that links carry by the plan of cqs, see :func:`promise`."""
     seqlen = problem.query.shape[2]
     options = {"is_causal": problem.is_causal, "with_gradients": with_gradients}
-    return promise(seqlen, _num_ranks(), _shape(problem), _hosts(), **options)
+    return promise(seqlen, dist.get_world_size(), problem.shape, _hosts(), **options)
 
 
 def promise(
@@ -254,12 +252,3 @@ def promise(
         "most_promised_bytes": float(sent.max()),
         "busiest_bytes": float(carried.amax((0, 2)).sum()),
     }
-
-
-def _shape(problem: Problem) -> AttentionShape:
-    _, heads, _, head_dim = problem.query.shape
-    return AttentionShape(heads, head_dim, num_kv_heads=problem.key.shape[1], itemsize=4)
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size()

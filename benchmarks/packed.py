@@ -65,7 +65,7 @@ def run(*, tokens: int | None = None, repeats: int = 20, out: str | None = None)
         out: File to append rows to, or ``None``.
     """
     cases = _CASES if tokens is None else (PackedSequence(tokens, max(tokens // 1024, 2), 8),)
-    rows = [_measure(case, name, repeats) for case in cases for name in _LENGTHS]
+    rows = [_measure(case, name, repeats) for case in cases for name in LENGTHS]
     columns: dict[str, Callable[[Measurement], object]] = {
         "lengths": lambda row: row.case.rpartition("-")[0],
         "tokens": lambda row: row.case.rpartition("-")[2],
@@ -111,7 +111,7 @@ def draw_corpus(
     return generator.permutation(lengths)
 
 
-_LENGTHS: dict[str, Callable[..., NDArray[np.int64]]] = {
+LENGTHS: dict[str, Callable[..., NDArray[np.int64]]] = {
     "uniform": draw_uniform,
     "one-long": draw_one_long,
     **{name: partial(draw_corpus, corpus=name) for name in _CORPORA},
@@ -149,7 +149,7 @@ def _measure(case: PackedSequence, name: str, repeats: int) -> Measurement:
     generator = np.random.default_rng(0)
     seconds, found = [], []
     for repeat in track(range(repeats + 1), repeats + 1, f"{name}, {case.num_ranks} ranks"):
-        lengths = _LENGTHS[name](case, generator)
+        lengths = LENGTHS[name](case, generator)
         pattern = documents(np.cumsum([0, *lengths]))
         start = time.perf_counter()
         layout = plan_rank(pattern, case, repeat % case.num_ranks)

@@ -1,6 +1,7 @@
 """Methods of context parallelism, timed in one process group around one kernel."""
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -14,22 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.errors import verify_answer, verify_close, verify_output
-from benchmarks.options import add_common, add_heads
+from benchmarks.options import CAUSAL, add_common, add_heads, add_passes
 from benchmarks.peer_methods import METHODS
-from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
+from benchmarks.peer_methods.alone import One
+from benchmarks.peer_methods.differentiable import attend_whole
 from benchmarks.peer_methods.method import Method
-from benchmarks.publish import make_row, publish
+from benchmarks.peer_patterns import NAMES, PER_HEAD, draw_pattern
+from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.ranks import join_ranks
 from benchmarks.timing import time_by_wall_clock, time_calls, track
 from cqs.arguments import as_integer
 from cqs.executors.distributed.transport.transports import transport_of
 from cqs.executors.verify import VerificationError
-from cqs.partial import Gradients
+from cqs.partial import Gradients, Partial
 from cqs.problem import Problem, check_problem
+from cqs.problem.options import ProblemOptions
 from cqs.report.exact import verify_gradients
 from cqs.report.measurement import Measurement, append_rows
 from cqs.report.timing import make_timer, run_in_turn
-from cqs.worker import Worker
 from cqs.worker.backends import check_backend_name
 
 _MAX_CALLS = 20
@@ -40,7 +43,9 @@ _NUM_LOOPS = 3
 """Number of loops of each computation."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With 1 a GPU starts NCCL's kernels before attention kernels that were launched later."""
-_WITHOUT_NCCL = ("one", "one each", "cqs", "cqs replayed", "cqs quorums", "cqs limited")
+_SHOWN = "tflops_per_rank", "efficiency", "balance", "call_ms", "loop_ms", "peak_bytes"
+"""Details in the printed table."""
+_WITHOUT_NCCL = ("one", "cqs", "cqs quorums", "cqs limited", "grid")
 """Methods that send nothing, or by peer-to-peer copies, which more connections overlap."""
 
 Passes = dict[str, dict[str, Callable[[], Any]]]
@@ -51,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     add_common(parser, several_lengths=True)
     add_heads(parser, 16)
-    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
-    parser.add_argument("--backward", choices=("yes", "no"), help="default: yes")
+    add_passes(parser)
+    parser.add_argument("--pattern", choices=NAMES, help="instead of --causal")
     parser.add_argument("--only", metavar="NAME,NAME", help="these methods alone")
     parser.add_argument("--backend", metavar="NAME", help='also "best"; default: triton')
 
@@ -64,6 +69,7 @@ def run(
     kv_heads: int | None = None,
     head_dim: int = 128,
     causal: str = "both",
+    pattern: str | None = None,
     backward: str = "yes",
     repeats: int = 9,
     only: str | None = None,
@@ -75,11 +81,12 @@ def run(
     A time is that of the slowest rank, from a barrier on. GPUs are busy when a computation is
     launched, as in the middle of a model. "call ms" is the host time of a call, and "loop ms" the
     time of a call in a loop of calls alone. "forward" is a forward pass without gradients; "both"
-    is a forward pass that saves state, and the backward pass. FLOPs are ``4 N^2 d`` per head
-    forward and 2.5 times that backward, half of it if causal. Efficiency is the time of one GPU,
-    divided by the number of GPUs times this time. On GPUs methods of NCCL run in processes with
-    ``CUDA_DEVICE_MAX_CONNECTIONS=1``, after the others; ``one``, if named, runs in both. If the
-    variable is set, all methods run in one process with its value.
+    is a forward pass that saves state, and the backward pass. FLOPs are ``4 d`` per live pair and
+    head forward and 2.5 times that backward. "busiest / mean" is of the live pairs of ranks.
+    Efficiency is the time of one GPU, divided by the number of GPUs times this time. On GPUs
+    methods of NCCL run in processes with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, after the others;
+    ``one``, if named, runs in both. If the variable is set, all methods run in one process with its
+    value.
 
     Args:
         tokens: Sequence lengths, at least 2 for each rank; ``None`` means 32K and 128K, or 2K on
@@ -88,6 +95,8 @@ def run(
         kv_heads: Number of KV heads; ``None`` means as many as query heads.
         head_dim: Head dimension.
         causal: ``"yes"``, ``"no"`` or ``"both"``.
+        pattern: A sparse pattern, see :func:`benchmarks.peer_patterns.draw_pattern`; ``None`` means
+            attention that is dense or ``causal``.
         backward: ``"yes"`` or ``"no"``: whether to time both passes too.
         repeats: Number of repeats.
         only: Names of methods, separated by commas; ``None`` means all.
@@ -96,8 +105,8 @@ def run(
         out: File to append rows to, or ``None``.
 
     Raises:
-        ValueError: torchrun did not start this process, a method or backend is unknown, or there
-            are too few tokens.
+        ValueError: torchrun did not start this process, a method or backend is unknown, there are
+            too few tokens, or the pattern does not support the tokens or KV heads.
         VerificationError: A result is wrong; raised on every rank.
     """
     names = only.split(",") if only else list(METHODS)
@@ -119,19 +128,25 @@ def run(
     device = join_ranks()
     rows: list[Measurement] = []
     for length in tokens or ([32768, 131072] if on_gpu else [2048]):
-        for is_causal in {"no": [False], "yes": [True], "both": [False, True]}[causal]:
+        if pattern == PER_HEAD and kv_heads not in (None, heads):
+            raise ValueError(f"kv_heads must be {heads} for {pattern}, got {kv_heads}")
+        masks: list[ProblemOptions] = [{"is_causal": each} for each in CAUSAL[causal]]
+        if pattern is not None:
+            masks = [{"pattern": draw_pattern(pattern, length, heads)}]
+        for mask in masks:
             *tensors, grad_output = draw(length, heads, kv_heads or heads, head_dim, device)
             rows += measure(
                 dist.group.WORLD,
                 names,
-                check_problem(*tensors, is_causal=is_causal),
+                check_problem(*tensors, **mask),
                 grad_output if backward == "yes" else None,
                 repeats=repeats,
                 backend=backend,
                 out=out,
+                label=pattern,
             )
     if rows:
-        publish(rows, COLUMNS, None)
+        publish(rows, make_columns(*_SHOWN), None)
     dist.destroy_process_group()
 
 
@@ -171,6 +186,7 @@ def measure(
     backend: str | None = None,
     out: str | None = None,
     count_bytes: Callable[[], int] | None = None,
+    label: str | None = None,
 ) -> list[Measurement]:
     """Verify and time methods; every rank of the group calls this.
 
@@ -185,6 +201,7 @@ def measure(
         out: File to append rows to, or ``None``.
         count_bytes: Returns the bytes that this rank's host has sent, ever; ``None`` if they are
             not recorded.
+        label: Name of the pattern in the rows; ``None`` if there is none.
 
     Returns:
         The rows on the first rank, an empty list on the others.
@@ -193,28 +210,51 @@ def measure(
         VerificationError: A result is wrong; raised on every rank.
     """
     chosen = backend or ("triton" if problem.query.is_cuda else "best")
-    worker = Worker.of(problem, None if chosen == "best" else chosen)
-    rows = []
-    for what, passes in _prepare(group, names, worker, problem, grad_output).items():
-        peaks = {name: peak_bytes(compute, group) for name, compute in passes.items()}
-        sent = {
-            name: count_link_bytes(compute, group, count_bytes)
+    rows, device = [], problem.query.device
+    methods = _make_methods(group, names, problem, None if chosen == "best" else chosen)
+    for what, passes in _prepare(group, methods, problem, grad_output).items():
+        details = {
+            name: _describe(methods[name], compute, group, count_bytes)
             for name, compute in passes.items()
-            if count_bytes is not None
         }
-        calls = time_calls(passes, repeats) if problem.query.is_cuda else {}
-        seconds = time_together(passes, repeats, group, problem.query.device)
-        device = problem.query.device
-        loops = time_loops(passes, seconds, group, device) if device.type == "cuda" else {}
+        seconds = time_together(passes, repeats, group, device)
+        if device.type == "cuda":
+            calls, loops = time_calls(passes, repeats), time_loops(passes, seconds, group, device)
+            for name in passes:
+                details[name] |= {"call_ms": 1e3 * calls[name], "loop_ms": 1e3 * loops[name]}
         if dist.get_rank(group) == 0:
-            case = _case(problem) + ("" if backend is None else f"-{backend}")
-            ranks = dist.get_world_size(group)
-            found = _rows(what, case, problem, seconds, calls, loops, peaks, ranks)
-            for row in found:
-                row.details.update(sent.get(row.executor, {}))
+            case = _case(problem, label) + ("" if backend is None else f"-{backend}")
+            found = _rows(what, case, problem, seconds, details, dist.get_world_size(group))
             append_rows(found, out)
             rows += found
     return rows
+
+
+def _describe(
+    method: Method,
+    compute: Callable[[], Any],
+    group: Any,
+    count_bytes: Callable[[], int] | None,
+) -> dict[str, float]:
+    """Return what a row says of a computation besides its times."""
+    scores, query = _gather(method.count_scores(compute), group), method.problem.query
+    _, heads, tokens, _ = query.shape
+    details: dict[str, float] = {
+        "tokens": tokens,
+        "heads": heads,
+        "kv_heads": method.problem.key.shape[1],
+        "ranks": len(scores),
+        "density": sum(scores) / (heads * tokens**2),
+    }
+    if not isinstance(method, One):
+        details["balance"] = max(scores) * len(scores) / sum(scores)
+    if query.is_cuda:
+        details["peak_bytes"] = peak_bytes(compute, group)
+    if query.is_cuda and _CONNECTIONS in os.environ:
+        details["max_connections"] = int(os.environ[_CONNECTIONS])
+    if count_bytes is not None:
+        details |= count_link_bytes(compute, group, count_bytes)
+    return details
 
 
 def draw(
@@ -231,34 +271,30 @@ def draw(
     ]
 
 
+def _make_methods(
+    group: Any, names: Sequence[str], problem: Problem, backend: str | None
+) -> dict[str, Method]:
+    """Return the methods that support a problem; print why others are left out."""
+    methods = {}
+    for name in names:
+        method = METHODS[name](group, problem, backend)
+        if (reason := method.why_not()) is None:
+            methods[name] = method
+        elif method.rank == 0:
+            print(f"{name} is left out: it {reason}")
+    return methods
+
+
 def _prepare(
-    group: Any,
-    names: Sequence[str],
-    worker: Worker,
-    problem: Problem,
-    grad_output: Tensor | None,
+    group: Any, methods: Mapping[str, Method], problem: Problem, grad_output: Tensor | None
 ) -> Passes:
     """Return the verified computation of each pass by each method."""
-    tensors, is_causal = (problem.query, problem.key, problem.value), problem.is_causal
-    expected: tuple[Tensor, ...] = ()
-    if grad_output is not None:
-        answer = attend_alone(worker, *tensors, is_causal=is_causal)
-        saved = *tensors, *answer
-        expected = differentiate_alone(worker, saved, grad_output, is_causal=is_causal)
-
-        def verify_expected() -> None:
-            verify_answer(problem, answer)
-            verify_gradients(problem, answer, grad_output, Gradients(*expected), name="one:")
-
-        verify_together(verify_expected, group)
-        del answer, saved
+    tensors, expected = (problem.query, problem.key, problem.value), tuple[Tensor, ...]()
+    if grad_output is not None and methods:
+        first = next(iter(methods.values()))
+        expected = _expected_gradients(problem, first.backend, grad_output, group)
     passes: Passes = {what: {} for what in ("forward", "both")[: 2 if expected else 1]}
-    for name in names:
-        method = METHODS[name](group, worker, is_causal=is_causal)
-        if reason := method.why_not(problem):
-            if method.rank == 0:
-                print(f"{name} is left out: it {reason}")
-            continue
+    for name, method in methods.items():
         shard = [method.shard(tensor) for tensor in tensors]
         passes["forward"][name] = partial(_attend, method, shard)
         output, gradients = passes["forward"][name](), ()
@@ -266,10 +302,10 @@ def _prepare(
             grad = method.shard(grad_output)
             passes["both"][name] = partial(_differentiate, method, shard, grad)
             gradients = passes["both"][name]()
-        verify = partial(_verify, name, method, problem, output, gradients, expected)
+        verify = partial(_verify, name, method, output, gradients, expected)
         verify_together(verify, group)
         del output, gradients, verify
-    return passes if passes["forward"] else {}
+    return passes if methods else {}
 
 
 @torch.no_grad()
@@ -287,18 +323,39 @@ def _differentiate(
     return method.backward(saved, grad_output)
 
 
+def _expected_gradients(
+    problem: Problem, backend: str | None, grad_output: Tensor, group: Any
+) -> tuple[Tensor, ...]:
+    """Return the verified gradients of one device."""
+    leaves = [t.detach().requires_grad_() for t in (problem.query, problem.key, problem.value)]
+    attend = partial(attend_whole, problem, backend, problem.pattern, *leaves)
+    answer = Partial(*attend(return_lse=True))
+    expected = torch.autograd.grad(answer.output, leaves, grad_output)
+    output, lse = answer.output.detach(), answer.lse
+
+    def verify_expected() -> None:
+        for (_, heads), part in problem.parts():
+            own = Partial(output[:, heads], lse[:, heads])
+            verify_answer(part, own)
+            gradients = Gradients(*(gradient[:, heads] for gradient in expected))
+            verify_gradients(part, own, grad_output[:, heads], gradients, name="one:")
+
+    verify_together(verify_expected, group)
+    return expected
+
+
 def _verify(
     name: str,
     method: Method,
-    problem: Problem,
     output: Tensor,
     gradients: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> None:
     """Compare this rank's output with float64, and its gradients with those of one device."""
-    tokens = [torch.arange(r.start, r.stop) for r in method.tokens(problem.query.shape[2])]
+    tokens = [torch.arange(r.start, r.stop) for r in method.tokens(method.problem.query.shape[2])]
     rows = torch.cat(tokens).to(output.device)
-    verify_output(problem, output, rows, name=f"{name}: output")
+    for (_, heads), part in method.problem.parts():
+        verify_output(part, output[:, heads], rows, name=f"{name}: output")
     sides = Gradients._fields[: len(expected)]  # none for a forward pass alone
     for side, ours, whole in zip(sides, gradients, expected, strict=True):
         verify_close(f"{name}: gradient of the {side}", ours, method.shard(whole))
@@ -311,11 +368,16 @@ def verify_together(verify: Callable[[], object], group: Any) -> None:
         verify()
     except VerificationError as error:
         failure = str(error)
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, failure, group=group)
-    for each in found:
+    for each in _gather(failure, group):
         if each is not None:
             raise VerificationError(each)
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
@@ -343,8 +405,7 @@ def count_link_bytes(
     before = count_bytes()
     compute()
     dist.barrier(group)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, count_bytes() - before, group=group)
+    found = _gather(count_bytes() - before, group)
     return {"link_bytes": sum(found) / len(found), "most_link_bytes": max(found)}
 
 
@@ -412,9 +473,9 @@ def _slowest(
     return dict(zip(names, slowest.tolist(), strict=True))
 
 
-def _case(problem: Problem) -> str:
+def _case(problem: Problem, label: str | None) -> str:
     _, heads, tokens, head_dim = problem.query.shape
-    kind = "causal" if problem.is_causal else "full"
+    kind = label.replace(":", "-") if label else "causal" if problem.is_causal else "full"
     return f"{kind}-{tokens}-h{heads}-kv{problem.key.shape[1]}-d{head_dim}"
 
 
@@ -423,63 +484,28 @@ def _rows(
     case: str,
     problem: Problem,
     seconds: dict[str, list[float]],
-    calls: dict[str, float],
-    loops: dict[str, float],
-    peaks: dict[str, int],
+    details: dict[str, dict[str, float]],
     num_ranks: int,
 ) -> list[Measurement]:
-    _, heads, tokens, head_dim = problem.query.shape
-    kv_heads = problem.key.shape[1]
-    flops = {"forward": 4.0, "both": 14.0}[what] * tokens**2 * head_dim * heads
-    flops /= 2 if problem.is_causal else 1
+    flops = {"forward": 4.0, "both": 14.0}[what] * math.prod(problem.query.shape)
+    flops *= problem.key.shape[2]
     baseline = "one" if "one" in seconds else next(iter(seconds))
     rows = []
     for name, own in seconds.items():
-        ranks = 1 if name in ("one", "one each") else num_ranks
-        ratio = statistics.median(a / b for a, b in zip(own, seconds[baseline], strict=True))
-        details: dict[str, float] = {
-            "tokens": tokens,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "ranks": num_ranks,
-            "tflops_per_rank": flops / ranks / statistics.median(own) / 1e12,
-        }
-        if baseline == "one":
-            details["efficiency"] = 1 / (ratio * ranks)
-        if problem.query.is_cuda:
-            details["peak_bytes"] = peaks[name]
-            details |= {"call_ms": 1e3 * calls[name], "loop_ms": 1e3 * loops[name]}
-            if _CONNECTIONS in os.environ:
-                details["max_connections"] = int(os.environ[_CONNECTIONS])
-        rows.append(
-            make_row(
-                own,
-                problem.query.dtype,
-                benchmark=f"peers {what}",
-                case=case,
-                baseline=baseline,
-                num_tasks=num_ranks,
-                executor=name,
-                ratio=ratio,
-                details=details,
-            )
+        found, ranks = details[name], 1 if name == "one" else num_ranks
+        rate = found["density"] * flops / ranks / statistics.median(own)
+        row = make_row(
+            own,
+            problem.query.dtype,
+            benchmark=f"peers {what}",
+            case=case,
+            baseline=baseline,
+            num_tasks=num_ranks,
+            executor=name,
+            ratio=seconds[baseline],
+            details=found | {"tflops_per_rank": rate / 1e12},
         )
+        if baseline == "one":
+            row.details["efficiency"] = 1 / (row.ratio * ranks)
+        rows.append(row)
     return rows
-
-
-COLUMNS: dict[str, Callable[[Measurement], object]] = {
-    "case": lambda row: row.case,
-    "pass": lambda row: row.benchmark.partition(" ")[2],
-    "by": lambda row: row.executor,
-    "ranks": lambda row: row.num_tasks,
-    "median ms": lambda row: f"{row.median_ms:.3f}",
-    "TFLOP/s per rank": lambda row: f"{row.details['tflops_per_rank']:.3g}",
-    "efficiency": lambda row: (
-        f"{100 * row.details['efficiency']:.1f} %" if "efficiency" in row.details else "-"
-    ),
-    "call ms": lambda row: f"{row.details['call_ms']:.2f}" if "call_ms" in row.details else "-",
-    "loop ms": lambda row: f"{row.details['loop_ms']:.2f}" if "loop_ms" in row.details else "-",
-    "MiB per rank": lambda row: (
-        f"{row.details['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row.details else "-"
-    ),
-}

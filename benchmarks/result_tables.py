@@ -148,21 +148,26 @@ def _cases(rows: Sequence[Row], heads: str) -> list[tuple[str, str, dict[str, Ro
     ]
 
 
+def _by_method(
+    of_case: dict[str, Row], methods: Sequence[str], show: Callable[[Row], str]
+) -> list[str]:
+    """Return a cell for every method, empty if it has no row."""
+    return [show(of_case[method]) if method in of_case else "" for method in methods]
+
+
 def peers(name: str, heads: str) -> str:
     """Milliseconds of one GPU, and the efficiency of every method."""
     return to_markdown(
         ["tokens", "pass", "one", *(f"`{method}`" for method in _METHODS)],
         [
-            [label, passes, _milliseconds(of_case["one"]), *mark_best(
-                [
-                    _percent(of_case[method]["details"]["efficiency"]) if method in of_case else ""
-                    for method in _METHODS
-                ]
-            )]
+            [label, passes, _milliseconds(of_case["one"])]
+            + mark_best(
+                _by_method(of_case, _METHODS, lambda row: _percent(row["details"]["efficiency"]))
+            )
             for label, passes, of_case in _cases(rows_of(name), heads)
         ],
         num_labels=2,
-    )  # fmt: skip
+    )
 
 
 def networks(kv_heads: int) -> str:
@@ -176,10 +181,7 @@ def networks(kv_heads: int) -> str:
     table = []
     for (number, tokens, head_dim, is_causal, benchmark), methods in sorted(found.items()):
         details = methods["cqs"]["details"]
-        cells = [
-            f"{methods[name]['median_ms']:.0f}" if name in methods else ""
-            for name in _NETWORK_METHODS
-        ]
+        cells = _by_method(methods, _NETWORK_METHODS, lambda row: f"{row['median_ms']:.0f}")
         table.append(
             [
                 number,
@@ -214,18 +216,17 @@ def limited() -> str:
     )  # fmt: skip
 
 
-def peer_times(name: str, heads: str, one: tuple[str, ...], digits: int = 1) -> str:
-    """Milliseconds of every method, and before them of one GPU if ``one`` names it."""
+def peer_times(name: str, heads: str, digits: int = 1) -> str:
+    """Milliseconds of one GPU, and of every method."""
     cases, rows = _cases(rows_of(name), heads), []
     methods = ["cqs", "cqs quorums", "ring", "all-gather", "ulysses", "torch"]
     methods = [method for method in methods if any(method in of_case for *_, of_case in cases)]
     for label, passes, of_case in cases:
-        cells = [
-            f"{of_case[method]['median_ms']:.{digits}f}" if method in of_case else ""
-            for method in (*one, *methods)
-        ]
-        rows.append([label, passes, *cells[: len(one)], *mark_best(cells[len(one) :], min)])
-    header = ["tokens", "pass", *one, *(f"`{method}`" for method in methods)]
+        one, *cells = _by_method(
+            of_case, ["one", *methods], lambda row: f"{row['median_ms']:.{digits}f}"
+        )
+        rows.append([label, passes, one, *mark_best(cells, min)])
+    header = ["tokens", "pass", "one", *(f"`{method}`" for method in methods)]
     return to_markdown(header, rows, num_labels=2)
 
 
@@ -236,10 +237,7 @@ def peer_loops() -> str:
         for label, passes, of_case in _cases(
             rows_of(f"peers-h100-x{number}-loops"), "h{}-kv{}-d128".format(*heads)
         ):
-            times = [
-                f"{of_case[method]['details']['loop_ms']:.2f}" if method in of_case else ""
-                for method in methods
-            ]
+            times = _by_method(of_case, methods, lambda row: f"{row['details']['loop_ms']:.2f}")
             rows.append([number, "{} / {}".format(*heads), label, passes, *mark_best(times, min)])
     header = ["GPUs", "heads", "tokens", "pass", *(f"`{method}`" for method in methods)]
     return to_markdown(header, rows, num_labels=4)
@@ -909,11 +907,11 @@ def covers() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "peers-two": partial(peer_times, "peers-h200-x2-rectangles", "h16-kv16-d128", ("one",), 2),
-    "peers-two-gqa": partial(peer_times, "peers-h200-x2-rectangles", "h32-kv8-d128", ("one",), 2),
-    "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best", ("one",)),
-    "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", ("one",), 2),
-    "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", ("one",), 2),
+    "peers-two": partial(peer_times, "peers-h200-x2-rectangles", "h16-kv16-d128", 2),
+    "peers-two-gqa": partial(peer_times, "peers-h200-x2-rectangles", "h32-kv8-d128", 2),
+    "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best"),
+    "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", 2),
+    "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", 2),
     "peers-video": video_lengths,
     "peers-loops": peer_loops,
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),

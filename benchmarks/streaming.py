@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cqs
 from benchmarks.errors import relative_error
-from benchmarks.options import add_common, add_heads
+from benchmarks.options import CAUSAL, add_common, add_heads, add_passes
 from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.streaming_files import measure_files
 from benchmarks.timing import time_by_wall_clock, track
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this benchmark."""
     add_common(parser, several_lengths=True)
     add_heads(parser, 8)
-    parser.add_argument("--causal", choices=("yes", "no", "both"), help="default: both")
-    parser.add_argument("--backward", choices=("yes", "no"), help="default: no")
+    add_passes(parser, backward="no")
     parser.add_argument("--budget", metavar="BYTES", help="such as 4GiB; default: a quarter")
     parser.add_argument("--part", action="store_true", default=None, help="one block alone")
 
@@ -87,7 +86,7 @@ def run(
     shape = AttentionShape(heads, head_dim, num_kv_heads=kv_heads, itemsize=2 if on_gpu else 4)
     rows: list[Measurement] = []
     for length in tokens or [2**20 if on_gpu else 2**18]:
-        for is_causal in {"yes": [True], "no": [False], "both": [False, True]}[causal]:
+        for is_causal in CAUSAL[causal]:
             resident = 2 * (shape.query_bytes(length) + shape.key_bytes(length) // 2)
             if backward == "yes":
                 resident *= 2
@@ -336,7 +335,6 @@ def _row(
     predicted: int,
     predicted_seconds: float,
 ) -> Measurement:
-    ratios = (own / other for own, other in zip(seconds, baseline, strict=True))
     return make_row(
         seconds,
         "float16",
@@ -345,7 +343,7 @@ def _row(
         f":{shape.kv_heads}-d{shape.head_dim}",
         baseline="predicted" if "block" in name else "resident",
         executor="cqs",
-        ratio=statistics.median(ratios),
+        ratio=baseline,
         details={
             "tokens": plan.seqlen_q,
             "baseline_ms": 1e3 * statistics.median(baseline),

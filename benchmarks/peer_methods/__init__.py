@@ -11,27 +11,23 @@ from functools import partial
 from benchmarks.peer_methods.all_gather import AllGather
 from benchmarks.peer_methods.alone import One
 from benchmarks.peer_methods.context_parallel import Torch
-from benchmarks.peer_methods.grid import Grid
 from benchmarks.peer_methods.method import Method
 from benchmarks.peer_methods.quorums import Cqs
-from benchmarks.peer_methods.replayed import Replayed
 from benchmarks.peer_methods.ring import Ring
 from benchmarks.peer_methods.ulysses import PaddedUlysses, Ulysses
 
 METHODS: dict[str, Callable[..., Method]] = {
     "one": One,
-    "one each": partial(One, each=True),
     "cqs": Cqs,
-    "cqs replayed": Replayed,
     "cqs quorums": partial(Cqs, head_parallel=1),
     "cqs limited": partial(Cqs, is_limited=True),
     "ring": Ring,
     "all-gather": AllGather,
-    "grid": Grid,
+    "all-gather whole": partial(AllGather, cuts_documents=False),
+    "grid": partial(Cqs, plan="grid", head_parallel=1),
     "ulysses": Ulysses,
     "ulysses in two": partial(Ulysses, num_chunks=2),
     "ulysses padded": PaddedUlysses,
     "torch": Torch,
-    "torch all-to-all": partial(Torch, rotate="alltoall"),
 }
-"""Name of a method -> function that makes it from a process group, a worker and ``is_causal``."""
+"""Name of a method -> function that makes it from a process group, a problem and a backend."""

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peer_methods.chunked import Chunked
 from benchmarks.peer_methods.differentiable import Differentiable
-from cqs.problem import Problem
 
 
 class Torch(Chunked, Differentiable):
@@ -25,17 +24,14 @@ class Torch(Chunked, Differentiable):
     operators. Shards are contiguous; otherwise it would copy them.
     """
 
-    def __init__(self, *arguments: Any, rotate: str = "allgather", **options: Any):
-        """Also take how keys are sent: ``"allgather"``, its default, or ``"alltoall"``."""
-        super().__init__(*arguments, **options)
-        self.rotate = rotate
-
-    def why_not(self, problem: Problem) -> str | None:
+    def why_not(self) -> str | None:
+        problem, tokens = self.problem, 256 * self.num_ranks
         if not problem.query.is_cuda:
             return "requires GPUs"
-        if reason := super().why_not(problem):
+        if problem.pattern is not None:
+            return "does not support sparse patterns"
+        if reason := super().why_not():
             return reason
-        tokens = 256 * self.num_ranks
         trial = [self.shard(t[:, :, :tokens]) for t in (problem.query, problem.key, problem.value)]
         try:
             with torch.enable_grad():
@@ -48,27 +44,15 @@ class Torch(Chunked, Differentiable):
     def shard(self, whole: Tensor) -> Tensor:
         return super().shard(whole).contiguous()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._set_options()
+    def attend(self, *tensors: Tensor) -> Tensor:
+        _prototype()._cp_options.enable_load_balance = self.problem.is_causal  # global in PyTorch
         output: Tensor = _context_parallel_attention(self.num_ranks)(
-            query,
-            key,
-            value,
-            is_causal=self.is_causal,
-            scale=self.worker.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            *tensors,
+            is_causal=self.problem.is_causal,
+            scale=self.problem.scale,
+            enable_gqa=tensors[0].shape[1] != tensors[1].shape[1],
         )
         return output
-
-    def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        self._set_options()
-        return super().backward(saved, grad_output)
-
-    def _set_options(self) -> None:
-        """Set the options that are global in PyTorch."""
-        prototype = _prototype()
-        prototype._cp_options.enable_load_balance = self.is_causal
-        prototype.set_rotate_method(self.rotate)
 
 
 class _Attention(torch.nn.Module):

@@ -1,10 +1,12 @@
 """Kernel calls for chunks of queries and the chunks of keys that they attend to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from cqs.patterns import BoundPattern
+from cqs.patterns.views import View
 from cqs.scheduler import Step
 
 
@@ -14,7 +16,25 @@ class KernelCall(NamedTuple):
     rows: slice
     columns: slice
     steps: tuple[Step, ...]
-    """Relative to these rows and columns; every row has a live pair."""
+    """Relative to these rows and columns."""
+    patterns: tuple[BoundPattern | None, ...] = (None,)
+    """Pattern of each cut of the heads, see :meth:`cqs.problem.Problem.cuts`."""
+
+
+class RowViews(BoundPattern):
+    """Live pairs of rows of tensors, whatever the positions of their tokens."""
+
+    def __init__(self, num_rows: int, num_columns: int, views: tuple[View, ...]) -> None:
+        """Take disjoint views of rows and columns."""
+        super().__init__(num_rows, num_columns, ())
+        vars(self)["_views"] = views  # the base class is frozen
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def views(self, queries: range, keys: range) -> Iterator[View]:
+        """Yield all views; rows and columns must be all of them."""
+        assert (len(queries), len(keys)) == self.lengths
+        return iter(vars(self)["_views"])
 
 
 @lru_cache(maxsize=256)

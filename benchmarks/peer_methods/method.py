@@ -1,6 +1,7 @@
 """The interface of a method of context parallelism."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,20 +9,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peer_methods.views import heads_first, rows_first
+from cqs.patterns import sliding_window
 from cqs.problem import Problem
-from cqs.worker import Worker
 
 
 class Method(ABC):
     """A method of context parallelism on one rank."""
 
-    def __init__(self, group: Any, worker: Worker, *, is_causal: bool):
-        """Take the process group, and the worker that computes on this rank."""
-        self.group, self.worker, self.is_causal = group, worker, is_causal
+    def __init__(self, group: Any, problem: Problem, backend: str | None = None):
+        """Take the process group, the problem, equal on all ranks, and the name of a backend."""
+        self.group, self.problem, self.backend = group, problem, backend
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.heads = range(problem.query.shape[1])
+        """The query heads that this rank computes."""
 
-    def why_not(self, problem: Problem) -> str | None:
-        """Return why the method does not support a problem, or ``None`` if it does."""
+    def why_not(self) -> str | None:
+        """Return why the method does not support the problem, or ``None`` if it does."""
         return None
 
     @abstractmethod
@@ -40,3 +43,19 @@ class Method(ABC):
     @abstractmethod
     def backward(self, saved: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of query, key and value; may be called again."""
+
+    def count_scores(self, compute: Callable[[], object]) -> int:
+        """Return the live pairs of all heads that this rank computes in a forward pass.
+
+        Args:
+            compute: Computes a pass; every rank of the group calls this method.
+        """
+        return count_scores(self.problem, self.heads, self.tokens(self.problem.query.shape[2]))
+
+
+def count_scores(problem: Problem, heads: Iterable[int], queries: Iterable[range]) -> int:
+    """Return the live pairs of some heads in some ranges of queries."""
+    seqlen, rows = problem.query.shape[2], list(queries)
+    pattern = problem.pattern or sliding_window(None, 0 if problem.is_causal else None)
+    bound = [pattern.head(0, head).bind(seqlen) for head in heads]
+    return sum(each.count(tokens, range(seqlen)) for each in bound for tokens in rows)

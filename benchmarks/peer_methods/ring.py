@@ -22,6 +22,11 @@ class Ring(Chunked):
     them, in float32. The last hop, in the dtype of the query, returns them to their rank.
     """
 
+    def why_not(self) -> str | None:
+        if self.problem.pattern is not None and not self.cuts_documents:
+            return "requires documents: cuts of other patterns are not balanced in every hop"
+        return super().why_not()
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         held = [rows_first(key), rows_first(value)]
         buffers = [list(map(torch.empty_like, held)) for _ in range(min(2, self.num_ranks - 1))]

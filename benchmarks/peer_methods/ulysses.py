@@ -1,7 +1,8 @@
 """Ulysses: an all-to-all turns rows of all heads into all rows of some heads, and back."""
 # ruff: noqa: D102, Method documents the methods
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.peer_methods.alone import attend_alone, differentiate_alone
 from benchmarks.peer_methods.collectives import Messages, all_to_all
-from benchmarks.peer_methods.kernel_calls import join_chunks
-from benchmarks.peer_methods.method import Method
+from benchmarks.peer_methods.differentiable import attend_whole, differentiate, record
+from benchmarks.peer_methods.method import Method, count_scores
 from benchmarks.peer_methods.views import heads_first, rows_first_view
 from cqs.executors.distributed.transport.row_copies import RowCopy, copy_rows
 from cqs.partial import lse_dtype
-from cqs.problem import Problem
+from cqs.patterns import Pattern, per_head
 
 
 class _AllToAll(NamedTuple):
@@ -41,13 +41,30 @@ class Ulysses(Method):
     exchange, and one unpacks each message.
     """
 
-    def __init__(self, *arguments: Any, num_chunks: int = 1, **options: Any):
+    def __init__(self, *arguments: Any, num_chunks: int = 1):
         """Also take the number of head chunks: one is sent while another is computed."""
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments)
         self.num_chunks = num_chunks
+        size = -(-len(self.heads) // self.num_ranks)
+        self.heads = self.heads[self.rank * size : (self.rank + 1) * size]
+        self.patterns = [self._pattern(chunk, size // num_chunks) for chunk in range(num_chunks)]
 
-    def why_not(self, problem: Problem) -> str | None:
-        (_, num_heads, seqlen, _), num_kv_heads = problem.query.shape, problem.key.shape[1]
+    @property
+    def _sizes(self) -> tuple[torch.Size, int]:
+        """Shape of the query, and number of KV heads."""
+        return self.problem.query.shape, self.problem.key.shape[1]
+
+    def _pattern(self, chunk: int, num_heads: int) -> Pattern | None:
+        """Return the pattern of a head chunk of this rank."""
+        pattern, first = self.problem.pattern, self._first(self.rank, chunk, num_heads)
+        if pattern is None or not self.problem.differs_by_head:
+            return pattern
+        last = self.problem.query.shape[1] - 1  # padded heads have its pattern
+        heads = range(first, first + max(num_heads, 1))
+        return per_head([[pattern.head(0, min(head, last)) for head in heads]])
+
+    def why_not(self) -> str | None:
+        (_, num_heads, seqlen, _), num_kv_heads = self._sizes
         numbers = num_heads, max(num_kv_heads, self.num_ranks)
         if any(number % (self.num_ranks * self.num_chunks) for number in numbers):
             return (
@@ -61,18 +78,22 @@ class Ulysses(Method):
         return None
 
     def tokens(self, seqlen: int) -> tuple[range, ...]:
-        return join_chunks([self.rank], seqlen // self.num_ranks)
+        num_rows = seqlen // self.num_ranks
+        return (range(self.rank * num_rows, (self.rank + 1) * num_rows),)
+
+    def count_scores(self, compute: Callable[[], object]) -> int:
+        return count_scores(self.problem, self.heads, [range(self.problem.query.shape[2])])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Any]:
         times = max(self.num_ranks // key.shape[1], 1)
         tensors = [query, *(_repeat_heads(tensor, times) for tensor in (key, value))]
         incoming = [self._send_rows(tensors, chunk) for chunk in range(self.num_chunks)]
         saved, outgoing = [], []
-        for transfer in incoming:
-            held = transfer.wait()
-            answer = attend_alone(self.worker, *held, is_causal=self.is_causal)
-            outgoing.append(self._send_heads([answer.output]))
-            saved.append((*held, *answer))
+        for transfer, pattern in zip(incoming, self.patterns, strict=True):
+            attend = partial(attend_whole, self.problem, self.backend, pattern)
+            output, kept = record(attend, *transfer.wait())
+            outgoing.append(self._send_heads([output]))
+            saved.append(kept)
         (output,) = self._receive(outgoing)
         return output, (saved, times)
 
@@ -80,10 +101,8 @@ class Ulysses(Method):
         saved_chunks, times = saved
         incoming = [self._send_rows([grad_output], chunk) for chunk in range(self.num_chunks)]
         outgoing = []
-        for transfer, held in zip(incoming, saved_chunks, strict=True):
-            (grad,) = transfer.wait()
-            found = differentiate_alone(self.worker, held, grad, is_causal=self.is_causal)
-            outgoing.append(self._send_heads(found))
+        for transfer, kept in zip(incoming, saved_chunks, strict=True):
+            outgoing.append(self._send_heads(differentiate(kept, *transfer.wait())))
         grad_query, *grads = self._receive(outgoing)
         return grad_query, *(_sum_heads(gradient, times) for gradient in grads)
 
@@ -151,8 +170,8 @@ class Ulysses(Method):
 class PaddedUlysses(Ulysses):
     """Ulysses with heads of zeros up to a multiple of the ranks."""
 
-    def why_not(self, problem: Problem) -> str | None:
-        (_, num_heads, seqlen, _), num_kv_heads = problem.query.shape, problem.key.shape[1]
+    def why_not(self) -> str | None:
+        (_, num_heads, seqlen, _), num_kv_heads = self._sizes
         if num_heads != num_kv_heads:
             return f"requires {num_heads} KV heads, got {num_kv_heads}"
         if num_heads % self.num_ranks == 0:

@@ -58,13 +58,8 @@ def plot_networks(rows: Rows, passes: str = "both") -> Any:
         panel.grid(axis="y", color="gray", alpha=0.3)
     figure.supxlabel("hosts", fontsize="medium")
     figure.supylabel("time / time of cqs", fontsize="medium")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    for axes in figure.axes[1:]:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            if label not in labels:
-                handles.append(handle)
-                labels.append(label)
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    handles = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    figure.legend(handles=[*handles.values()], loc="outside upper center", ncols=6, frameon=False)
     return figure
 
 

@@ -177,9 +177,9 @@ _DEEPEST = 100
 _OPERATIONS = {"|": unite, "&": intersect, "-": subtract}
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _bind_once(pattern: Pattern, lengths: Lengths) -> BoundPattern:
-    """Return a bound pattern, which layers and tasks request repeatedly."""
+    """Return a bound pattern, which layers and tasks request repeatedly; heads may differ."""
     if not pattern.depth and not pattern.suits(lengths):  # each side of a combination is checked
         raise ValueError(
             f"{pattern!r:.200} requires lengths {pattern.default_lengths}, got {tuple(lengths)}: "

@@ -39,7 +39,7 @@ class Work:
         return queries - keys
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)  # several for each head, if heads differ in their patterns
 def make_work(
     steps: tuple[Step, ...],
     pattern: BoundPattern | None,

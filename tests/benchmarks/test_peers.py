@@ -1,7 +1,7 @@
 """Every method that ``python -m benchmarks peers`` times is attention, forward and backward."""
 
 import json
-from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,20 +14,20 @@ from benchmarks.cases import Case
 from benchmarks.peer_methods import METHODS
 from benchmarks.peer_methods.ring import Ring
 from cqs.executors.verify import VerificationError
-from cqs.worker import Worker
+from cqs.patterns import block_sparse, documents, sliding_window
 
 pytestmark = pytest.mark.long
 
+LAYOUT = torch.rand(24, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.5
 CASES = (
     Case("square", 48, 48, num_heads=24, num_kv_heads=24, batch=2),
-    Case("gqa", 48, 48, num_heads=48, num_kv_heads=24),
-    Case("few-key-heads", 48, 48, num_heads=24, num_kv_heads=2),
+    Case("gqa", 48, 48, num_heads=48, num_kv_heads=24, is_causal=True),
+    Case("few-key-heads", 48, 48, num_heads=24, num_kv_heads=2, is_causal=True),
+    Case("documents", 96, 96, 48, 24, pattern=documents([0, 24, 48, 96])),
+    Case("window", 96, 96, 24, 24, pattern=sliding_window(20, 40)),
+    Case("blocks", 96, 96, 24, 24, 4, pattern=block_sparse(LAYOUT, 8)),
 )
-REFUSED = {
-    ("few-key-heads", 2): {"ulysses in two"},
-    ("few-key-heads", 3): {"ulysses", "ulysses in two"},
-    ("few-key-heads", 4): {"ulysses in two"},
-}
+FEW_HEADS = {2: {"ulysses in two"}, 3: {"ulysses", "ulysses in two"}, 4: {"ulysses in two"}}
 
 
 def largest_errors(group, case):
@@ -40,8 +40,8 @@ def largest_errors(group, case):
     whole = exact, *torch.autograd.grad(exact, tensors, grad)
     found = {}
     for name, make in METHODS.items():
-        method = make(group, Worker.of(problem), is_causal=case.is_causal)
-        if reason := method.why_not(problem):
+        method = make(group, problem)
+        if reason := method.why_not():
             found[name] = reason
             continue
         shard = [method.shard(tensor.detach()) for tensor in tensors]
@@ -56,13 +56,14 @@ def largest_errors(group, case):
     return found
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_every_method_is_exact(ranks, num_ranks, case, is_causal):
-    refused = {"one each", "cqs replayed", "ulysses padded", "torch", "torch all-to-all"}
-    refused |= REFUSED.get((case.name, num_ranks), set()) | ({"grid"} if num_ranks < 4 else set())
-    for found in ranks.run(num_ranks, largest_errors, replace(case, is_causal=is_causal)):
+def test_every_method_is_exact(ranks, num_ranks, case):
+    refused = {"ulysses padded", "torch"}
+    refused |= set() if case.name == "documents" else {"all-gather whole"}
+    refused |= {"ring"} if case.name in ("window", "blocks") else set()
+    refused |= FEW_HEADS.get(num_ranks, set()) if case.name == "few-key-heads" else set()
+    for found in ranks.run(num_ranks, largest_errors, case):
         assert {name for name, error in found.items() if isinstance(error, str)} == refused
         assert max(error for error in found.values() if isinstance(error, float)) < 1e-12
 
@@ -95,14 +96,12 @@ class Forgetful(Ring):
 def measured(group, out, wrong):
     """Return the rows of a small benchmark, or what it raises."""
     problem = Case("peers", 48, 48, 4, 2, is_causal=True).make()
-    METHODS["ring"] = Forgetful if wrong else Ring
     grad = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(0))
-    try:
-        return peers.measure(group, list(METHODS), problem, grad, repeats=2, out=out)
-    except VerificationError as error:
-        return str(error)
-    finally:
-        METHODS["ring"] = Ring
+    with patch.dict(METHODS, ring=Forgetful if wrong else Ring):
+        try:
+            return peers.measure(group, list(METHODS), problem, grad, repeats=2, out=out)
+        except VerificationError as error:
+            return str(error)
 
 
 def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
@@ -112,6 +111,7 @@ def test_rows_are_kept_by_the_first_rank(ranks, tmp_path):
     names = {"one", "cqs", "cqs quorums", "cqs limited", "ring", "grid", "all-gather", "ulysses"}
     for what in ("forward", "both"):
         assert {row.executor for row in rows if row.benchmark == f"peers {what}"} == names
+    assert {row.details["balance"] for row in rows if row.executor in ("ring", "ulysses")} == {1}
     (one, *_) = rows
     assert one.ratio == 1 and one.details["efficiency"] == 1 and one.details["ranks"] == 4
     written = [json.loads(line)["executor"] for line in out.read_text().splitlines()]

@@ -71,7 +71,7 @@ def test_rows_are_appended_to_rows_alone(tmp_path, monkeypatch, capsys, name):
         ("block --heads 0", "--heads must be at least 1, got 0"),
         ("case-study --backward", "--backward"),
         ("case-study --tasks 0", "--tasks must be at least 1, got 0"),
-        ("peers --only star", "only must name some of one, one each, cqs"),
+        ("peers --only star", "only must name some of one, cqs, cqs quorums"),
         ("peers --seqlen 64K,0", "--seqlen must be at least 1, got 0"),
         ("sharded --failures -1", "--failures must be at least 0, got -1"),
     ],
