@@ -22,6 +22,7 @@ Row = dict[str, Any]
 _PASSES = "forward", "backward", "both"
 _METHODS = ("cqs", "cqs quorums", "ring", "all-gather", "ulysses", "ulysses in two")
 _NETWORK_METHODS = "cqs", "ring", "all-gather", "ulysses", "ulysses in two", "grid"
+_OF_DIFFUSERS = "ulysses", "ring", "ulysses anything", "ring anything"
 _HEADLINE = {
     "one GPU": "one",
     "**cqs**": "cqs",
@@ -791,15 +792,15 @@ def host(name: str) -> str:
     return to_markdown(header, table)
 
 
-def model() -> str:
-    """Tokens per second of training steps of a model on one GPU, and speed-ups of other ways."""
-    table, rows = [], rows_of("model-h200-x2")
-    for row in find_rows(rows, executor="sdpa"):
-        speed = f"{row['details']['tokens_per_second']:,.0f}"
-        speed_ups = [f"{1 / other['ratio']:.2f}" for other in find_rows(rows, case=row["case"])[1:]]
-        table.append([*row["case"].rsplit("-", 1), speed, *speed_ups])
-    header = ["model", "tokens", "`sdpa`, tokens/s", "cqs", "cqs, 2 GPUs", "torch, 2 GPUs"]
-    return to_markdown(header, table, num_labels=2)
+def speed_ups(name: str, methods: Sequence[str]) -> str:
+    """Tokens per second of steps of a model on one GPU, and speed-ups of methods."""
+    table, rows = [], rows_of(name)
+    for alone in find_rows(rows, executor="sdpa"):
+        ratios = {row["executor"]: row["ratio"] for row in find_rows(rows, case=alone["case"])}
+        cells = [f"{1 / ratios[by]:.2f}" if by in ratios else "-" for by in methods]
+        speed = f"{alone['details']['tokens_per_second']:,.0f}"
+        table.append([*alone["case"].rsplit("-", 1), speed, *cells])
+    return to_markdown(["model", "tokens", "`sdpa`, tokens/s", *methods], table, num_labels=2)
 
 
 def judged() -> str:
@@ -949,7 +950,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ray-report": report_of_actors,
     "sharded": sharded,
     "recovery": recovery,
-    "model": model,
+    "model": partial(speed_ups, "model-h200-x2", ["cqs one", "cqs", "torch"]),
+    "denoise": partial(speed_ups, "denoise-h200-x2", ["cqs", *_OF_DIFFUSERS]),
     "judged": judged,
     "transformer-families": transformer_families,
     "transformer-outcomes": transformer_outcomes,

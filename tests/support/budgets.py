@@ -46,11 +46,11 @@ BUDGETS = {
     "cqs/plotting": Budget(350, 103, 4),
     "cqs/report": Budget(834, 126, 7),
     "cqs/commands": Budget(961, 152, 6),
-    "benchmarks": Budget(6762, 762, 0),
+    "benchmarks": Budget(6764, 764, 0),
     "tests": Budget(19_484, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_143, "docs/notes": 17_897}
+MOST_WORDS = {"docs": 57_142, "docs/notes": 17_897}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
