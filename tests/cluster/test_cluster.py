@@ -185,6 +185,14 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
         assert not cluster.submit(**arguments).result().requires_grad
 
 
+def test_submit_copies_what_it_reads(cluster, tensors):
+    expected, copies = cluster.attention(*tensors), [tensor.clone() for tensor in tensors]
+    future = cluster.submit(*copies)
+    for tensor in copies:
+        tensor.zero_()
+    assert torch.equal(future.result(), expected)
+
+
 def test_errors_and_futures_of_ended_calls_keep_no_objects_in_the_store(cluster, ray_session):
     """A notebook keeps the last error, and its traceback refers to the run."""
     core_worker = ray_session._private.worker.global_worker.core_worker

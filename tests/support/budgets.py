@@ -40,14 +40,14 @@ BUDGETS = {
     "cqs/executors": Budget(932, 146, 8),
     "cqs/executors/distributed": Budget(3322, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
-    "cqs/executors/ray": Budget(2771, 375, 16),
+    "cqs/executors/ray": Budget(2772, 375, 16),
     "cqs/integrations": Budget(1566, 254, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(350, 103, 4),
     "cqs/report": Budget(834, 126, 7),
     "cqs/commands": Budget(961, 152, 6),
     "benchmarks": Budget(6764, 764, 0),
-    "tests": Budget(19_484, 520, 0),
+    "tests": Budget(19_490, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_142, "docs/notes": 17_887}

@@ -338,8 +338,8 @@ class Cluster:
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
-        The arguments are those of :meth:`attention`. Do not write to the tensors until the future
-        is done, because the call reads them in the background.
+        The arguments are those of :meth:`attention`. Query, key and value are copied before it
+        returns. Do not write to tensors of ``scores`` until the future is done.
 
         Returns:
             The future result, without gradients.
@@ -351,17 +351,18 @@ class Cluster:
         """
         self._dispatcher.check_open()
         problem = check_problem(*autocast(query, key, value), **problem_options(options))
-        for name in ("query", "key", "value"):
+        names = "query", "key", "value"
+        for name in names:
             _check_needs_no_gradient(name, getattr(problem, name))
+        problem = replace(problem, **{name: getattr(problem, name).clone() for name in names})
         if (scores := options.get("scores")) is not None:
             _check_scores_need_no_gradient(scores)
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
         compute = self._bind(executor, problem, num_tasks, plan, progress, options, cancelled)
-        on_gpus = [tensor for tensor in (query, key, value) if tensor.is_cuda]
-        events = [torch.cuda.current_stream(tensor.device).record_event() for tensor in on_gpus]
+        event = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
 
         def compute_when_ready() -> Partial:
-            for event in events:
+            if event is not None:
                 event.synchronize()
             return compute()
 
