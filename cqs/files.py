@@ -17,11 +17,11 @@ def check_input_file(path: str | Path, max_bytes: int = sys.maxsize) -> None:
 
     Opening a pipe may block forever, and a device such as /dev/zero has no end.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"'{path}' must be a regular file")
-    if found.st_size > max_bytes:
-        raise ValueError(f"'{path}' must have at most {max_bytes} bytes, got {found.st_size}")
+    if status.st_size > max_bytes:
+        raise ValueError(f"'{path}' must have at most {max_bytes} bytes, got {status.st_size}")
 
 
 def read_lines(path: str | Path) -> list[str]:

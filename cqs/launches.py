@@ -90,13 +90,13 @@ class Launcher:
         if prepared is None:
             self._launch_first(signature, tensors, make, kept)
             return
-        compiled, grid, template, of_tensors, of_descriptors, _ = prepared
+        compiled, grid, template, tensor_places, descriptor_places, _ = prepared
         arguments = template.copy()
-        for i, which in of_tensors:
+        for i, which in tensor_places:
             arguments[i] = tensors[which]
-        for i, number, like in of_descriptors:
-            arguments[i] = found = object.__new__(type(like))  # its checks have passed before
-            found.__dict__.update(like.__dict__, base=tensors[number])
+        for i, number, like in descriptor_places:
+            arguments[i] = descriptor = object.__new__(type(like))  # its checks have passed before
+            descriptor.__dict__.update(like.__dict__, base=tensors[number])
         # As triton.JITFunction.run does it, and also the code that torch.compile generates.
         stream = driver.active.get_current_stream(device.index)
         enter: Any = triton.knobs.runtime.launch_enter_hook
@@ -106,8 +106,8 @@ class Launcher:
             metadata = compiled.launch_metadata(grid, stream, *arguments)
         else:
             enter = leave = None
-        of_kernel = compiled.function, compiled.packed_metadata
-        compiled.run(*grid, stream, *of_kernel, metadata, enter, leave, *arguments)
+        kernel = compiled.function, compiled.packed_metadata
+        compiled.run(*grid, stream, *kernel, metadata, enter, leave, *arguments)
 
     def _launch_first(
         self,
@@ -135,25 +135,25 @@ class Launcher:
         arguments = [*positional, *(named[name] for name in names)]
         numbers = {id(alias): number for number, alias in enumerate(aliases)}
         kept_ids = set(map(id, kept))
-        of_tensors: list[tuple[int, int | slice]] = []
-        of_descriptors = []
+        tensor_places: list[tuple[int, int | slice]] = []
+        descriptor_places = []
         for i, argument in enumerate(arguments):
             if isinstance(argument, tuple) and argument and isinstance(argument[0], Tensor):
                 first = numbers.get(id(argument[0]), len(aliases))
                 which = slice(first, first + len(argument))
                 if tuple(map(id, aliases[which])) != tuple(map(id, argument)):
                     return
-                of_tensors.append((i, which))
+                tensor_places.append((i, which))
             elif isinstance(base := getattr(argument, "base", argument), Tensor):
                 if id(base) in kept_ids:
                     continue
                 if (number := numbers.get(id(base))) is None:
                     return
                 if base is argument:
-                    of_tensors.append((i, number))
+                    tensor_places.append((i, number))
                 else:
                     argument.base = None
-                    of_descriptors.append((i, number, argument))
+                    descriptor_places.append((i, number, argument))
             else:
                 continue
             arguments[i] = None  # frees its memory
@@ -161,5 +161,5 @@ class Launcher:
             self._prepared.pop(next(iter(self._prepared)), None)
         whole_grid = *grid, *(1, 1, 1)[len(grid) :]
         self._prepared[signature] = _Prepared(
-            compiled, whole_grid, arguments, of_tensors, of_descriptors, kept
+            compiled, whole_grid, arguments, tensor_places, descriptor_places, kept
         )

@@ -46,8 +46,8 @@ def replaced_in_graphs(
         def eagerly() -> Callable[_P, _T]:
             import torch
 
-            found: Callable[_P, _T] = torch.compiler.disable(function)
-            return found
+            disabled: Callable[_P, _T] = torch.compiler.disable(function)
+            return disabled
 
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -56,16 +56,16 @@ def replaced_in_graphs(
                 import torch
 
                 if torch.compiler.is_dynamo_compiling():
-                    found: _T = in_graph(*args, **kwargs)
-                    if found is NotImplemented:  # without this, Dynamo would compile the function
+                    result: _T = in_graph(*args, **kwargs)
+                    if result is NotImplemented:  # without this, Dynamo would compile the function
                         message = f"{function.__name__} of cqs runs outside of the graph"
                         torch._dynamo.skip_frame(msg=message)
-                    return found
+                    return result
             check_not_traced(function.__qualname__)
             if count_modes():
-                found = in_graph(*args, **kwargs)
-                if found is not NotImplemented:
-                    return found
+                result = in_graph(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             return (eagerly() if is_imported else function)(*args, **kwargs)
 
         return call

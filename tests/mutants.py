@@ -1259,8 +1259,8 @@ FAULTS = (
     Fault(
         "heads that share a KV head replace its gradient",
         "executors/local_operator.py",
-        "total.key[of_keys] += gradients.key",
-        "total.key[of_keys] = gradients.key",
+        "total.key[key_place] += gradients.key",
+        "total.key[key_place] = gradients.key",
         "test_compile.py::test_a_graph_has_the_whole_call[per-head]",
     ),
     # Integrations.

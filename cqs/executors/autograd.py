@@ -119,13 +119,13 @@ class _Attention(torch.autograd.Function):
         answer, kept, differentiate = attend(
             replace(problem, query=query, key=key, value=value, sinks=sinks)
         )
-        of_sinks = () if sinks is None else (sinks, *answer)
+        sink_tensors = () if sinks is None else (sinks, *answer)
         watched = () if problem.terms is None else problem.terms.watched
-        ctx.save_for_backward(*kept, *of_sinks, *leaves, *watched)  # PyTorch notices writes
+        ctx.save_for_backward(*kept, *sink_tensors, *leaves, *watched)  # PyTorch notices writes
         ctx.num_kept = len(kept)
         ctx.mark_non_differentiable(answer.lse)
         ctx.differentiate = differentiate
-        ctx.leaves = [(each.shape, each.dtype, each.device) for each in leaves]
+        ctx.leaves = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return answer
 
     @staticmethod
@@ -143,10 +143,10 @@ class _Attention(torch.autograd.Function):
                 for shape, _, place in ctx.leaves
             ]
             gradients = ctx.differentiate(saved[: ctx.num_kept], grad_output, sums)
-            of_sinks = None
+            grad_sinks = None
             if ctx.needs_input_grad[3]:
                 sinks, *answer = saved[ctx.num_kept : ctx.num_kept + 3]
-                of_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
+                grad_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
-        of_leaves = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
-        return query, key, value, of_sinks, None, None, *of_leaves
+        leaf_gradients = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
+        return query, key, value, grad_sinks, None, None, *leaf_gradients

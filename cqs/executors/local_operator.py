@@ -85,29 +85,29 @@ def _differentiate(
     if problem.terms is not None:
         terms = problem.terms.with_sums(lse_dtype(query.dtype))
         problem = replace(problem, terms=terms)
-    cuts, found = list(problem.cuts()), []
+    cuts, parts = list(problem.cuts()), []
     for (where, _), (_, part) in zip(cuts, problem.parts(), strict=True):
         planned = Planned(part, _make_plan(chosen, part), chosen.backend)
         name_backend = partial(_EXECUTOR.name_backend, planned)
         answer = Partial(output[where], lse[where])
         with observe("backward", planned.plan, part.num_bytes, name_backend):
-            found.append(_EXECUTOR.run_backward(planned, answer, grad_output[where]))
-    total = found[0]
-    if len(found) > 1:
+            parts.append(_EXECUTOR.run_backward(planned, answer, grad_output[where]))
+    total = parts[0]
+    if len(parts) > 1:
         total = Gradients.zeros(problem.query, problem.key, problem.value)
-        for (where, of_keys), gradients in zip(cuts, found, strict=True):
+        for (where, key_place), gradients in zip(cuts, parts, strict=True):
             total.query[where] += gradients.query
-            total.key[of_keys] += gradients.key  # several parts may share a KV head
-            total.value[of_keys] += gradients.value
-    of_sinks = query.new_empty(0)
-    of_bias = (
+            total.key[key_place] += gradients.key  # several parts may share a KV head
+            total.value[key_place] += gradients.value
+    grad_sinks = query.new_empty(0)
+    grad_bias = (
         query.new_empty(0) if chosen.bias is None else chosen.bias.new_empty(chosen.bias.shape)
     )
     if problem.sinks is not None:
-        of_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
+        grad_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
     if problem.terms is not None and problem.terms.sums:
-        of_bias = problem.terms.sums[0].view_as(of_bias).to(of_bias.dtype).contiguous()
-    return *as_raw(total, query, key, value), of_sinks, of_bias
+        grad_bias = problem.terms.sums[0].view_as(grad_bias).to(grad_bias.dtype).contiguous()
+    return *as_raw(total, query, key, value), grad_sinks, grad_bias
 
 
 def _save(inputs: Sequence[Any], results: Sequence[Tensor]) -> tuple[Sequence[Any], Sequence[Any]]:

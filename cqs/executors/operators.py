@@ -44,8 +44,8 @@ def handle_of(pattern: Pattern | None) -> Tensor | None:
         from torch._dynamo.comptime import comptime
 
         comptime(_make_handle)  # reads the local variable ``pattern``
-    found: Tensor = pattern.handle
-    return found
+    handle: Tensor = pattern.handle
+    return handle
 
 
 def _make_in_graph(pattern: InGraph) -> Tensor | None:
@@ -78,7 +78,7 @@ def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
     bytes literal.
     """
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join([_template(each, numbers, tensors) for each in value]) + "]"
+        return "[" + ", ".join([_template(item, numbers, tensors) for item in value]) + "]"
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
     if isinstance(value, Pattern):
@@ -103,7 +103,7 @@ def _make_handle(context: Any) -> None:
 def _look_at_numbers(context: Any) -> None:
     """Check whether the numbers of the local list ``numbers`` are known to Dynamo."""
     variable = context.get_local("numbers")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    TRACED["constant"] = all(each.realize().is_python_constant() for each in variable.items)
+    TRACED["constant"] = all(item.realize().is_python_constant() for item in variable.items)
 
 
 def traced(name: str) -> Any:
@@ -154,7 +154,7 @@ _made.register_fake(lambda *_: torch.empty(1, dtype=torch.float64, device="cpu")
 def _filled(value: Any, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Any:
     """Return the arguments of a template, with numbers, tensors and patterns in their places."""
     if isinstance(value, list):
-        return [_filled(each, numbers, tensors) for each in value]
+        return [_filled(item, numbers, tensors) for item in value]
     if value == {}:
         return next(numbers)
     if value is ...:

@@ -51,11 +51,11 @@ def explain_shortage(
         message += ", most of which other tensors or processes occupy"
     enough = min(_USABLE * capacity, _LESS * needed)
     for num_tasks in PERFECT_MODULI[1:]:  # their interest sets are small, so tasks read few tokens
-        each = _largest_task(problem, num_tasks, backend, enough)
-        if each <= enough:
+        largest = _largest_task(problem, num_tasks, backend, enough)
+        if largest <= enough:
             return (
                 f"{message}. With num_tasks={num_tasks} each task would require "
-                f"{_gibibytes(each)}: call cqs.Cluster(...).attention(..., "
+                f"{_gibibytes(largest)}: call cqs.Cluster(...).attention(..., "
                 f"num_tasks={num_tasks}), whose actors compute one task at a time"
             )
     return f"{message}. No number of tasks up to {PERFECT_MODULI[-1]} would help"
@@ -70,7 +70,7 @@ def choose_num_tasks(problem: Problem, num_workers: int, capacity: int) -> int:
         capacity: Memory of a GPU in bytes.
     """
     enough = _USABLE * capacity
-    for number in (num_workers, *(each for each in PERFECT_MODULI if each > num_workers)):
+    for number in (num_workers, *(modulus for modulus in PERFECT_MODULI if modulus > num_workers)):
         if _largest_task(problem, number, None, enough) <= enough:
             if number > num_workers:
                 text = "num_tasks=%d: the %d tasks of as many workers would not fit %s of a GPU"

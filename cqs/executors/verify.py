@@ -51,7 +51,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     """
     tensors = problem.query, problem.key, problem.value, *answer
     rows = sample_rows(problem.query.shape[2], num_rows, seed)
-    verify_heads(problem, [each.__getitem__ for each in tensors], rows)
+    verify_heads(problem, [tensor.__getitem__ for tensor in tensors], rows)
 
 
 @torch.no_grad()
@@ -83,8 +83,8 @@ def verify_heads(
             for head in range(problem.query.shape[1])[query_heads]:
                 if head // group_size == kv_head:
                     place = batch, head
-                    of_rows = (heads[i](place)[places] for i in (0, 3, 4))
-                    _verify_head(problem, place, positions, visible, *of_rows, key, value)
+                    row_tensors = (heads[i](place)[places] for i in (0, 3, 4))
+                    _verify_head(problem, place, positions, visible, *row_tensors, key, value)
 
 
 def kv_places(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -220,15 +220,15 @@ def _bounds(
     changes = scores + mean
     moderate = weights * changes.clamp(max=_MOST).expm1()
     large = (log_weights + changes).clamp(max=0).exp()
-    of_weights = large.where(changes > _MOST, moderate).clamp(max=1)
+    weight_errors = large.where(changes > _MOST, moderate).clamp(max=1)
     summation = _STATISTICAL * unit * num_keys.sqrt()
-    of_sums = weights * factors * (2 * summation + 4 * unit_of_dtype)
+    sum_errors = weights * factors * (2 * summation + 4 * unit_of_dtype)
     # A subnormal number has an absolute error.
     tiny = accumulation.tiny + dtype.tiny * dtype.eps
     largest_weight = torch.cat([zeros, weights], dim=-1).amax(-1, keepdim=True)
     in_sum = largest_weight * (visible.double() @ (1 + finite.abs()))
-    of_output = (factors * of_weights + of_sums) @ finite.abs() + tiny * (2 + in_sum)
-    return of_output, mean + summation + 2 * unit * sink.abs()
+    output_error = (factors * weight_errors + sum_errors) @ finite.abs() + tiny * (2 + in_sum)
+    return output_error, mean + summation + 2 * unit * sink.abs()
 
 
 def visible_rows(problem: Problem, rows: Tensor) -> Tensor:

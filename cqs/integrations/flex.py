@@ -91,7 +91,7 @@ def flex_attention(
                 "return_aux must not request max_scores: tasks keep the log-sum-exp alone"
             )
     sizes = getattr(query, "shape", ())[:2]
-    found = attention(
+    answer = attention(
         query,
         key,
         value,
@@ -104,9 +104,9 @@ def flex_attention(
         return_lse=return_lse or (return_aux is not None and return_aux.lse),
     )
     if return_aux is None:
-        return found
+        return answer
     from torch.nn.attention.flex_attention import AuxOutput
 
-    if isinstance(found, Tensor):
-        return found, AuxOutput()
-    return found.output, AuxOutput(lse=found.lse)
+    if isinstance(answer, Tensor):
+        return answer, AuxOutput()
+    return answer.output, AuxOutput(lse=answer.lse)

@@ -144,7 +144,7 @@ def _forward(
     lengths = query.shape[2], key.shape[2]
     mask, q_lengths, kv_lengths = limits
     if q_lengths is not None or kv_lengths is not None:
-        pattern = pattern & _of_lengths(q_lengths, kv_lengths, *lengths)
+        pattern = pattern & _pattern_of_lengths(q_lengths, kv_lengths, *lengths)
     if mask is not None:
         mask = np.asarray(mask)
         pattern = pattern & from_mask(np.broadcast_to(mask, (*mask.shape[:2], *lengths)))
@@ -177,7 +177,7 @@ def _band(left: int | None, right: int, seqlen_q: int, seqlen_kv: int) -> Patter
     return acsr(start, np.ones_like(query), stop - start)
 
 
-def _of_lengths(q_lengths: Any, kv_lengths: Any, seqlen_q: int, seqlen_kv: int) -> Pattern:
+def _pattern_of_lengths(q_lengths: Any, kv_lengths: Any, seqlen_q: int, seqlen_kv: int) -> Pattern:
     """Return the pattern of batch elements that are shorter than the arrays."""
     query = np.arange(seqlen_q)
     batch = len(kv_lengths if q_lengths is None else q_lengths)
@@ -210,7 +210,7 @@ def _attend_forward(
 
 def _attend_backward(forward: _Forward, kept: Any, gradients: Any) -> tuple[Any, Any]:
     operands, limits = kept
-    results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
+    results = tuple(jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands)
     given = *operands, gradients[0]  # the LSE is a constant
     return _by_torch(partial(_backward, forward), results, given, limits), None
 
@@ -233,9 +233,9 @@ def _by_torch(
     def call(give: Callable[[Tensor], Any], operands: Any, limits: Any) -> Any:
         tensors = [*map(torch.from_dlpack, operands)]
         _finish(tensors[0].device)
-        found = function(tensors, limits)
+        outputs = function(tensors, limits)
         _finish(tensors[0].device)
-        return jax.tree.map(give, found)
+        return jax.tree.map(give, outputs)
 
     if any(isinstance(array, jax.core.Tracer) for array in (*operands, *limits)):
         later = partial(call, _to_numpy)

@@ -228,7 +228,7 @@ def _as_plain(piece: Piece) -> Piece | None:
 
 
 def _renumbered(piece: Piece) -> Piece:
-    """Number cells by their tokens if the piece is plain, else from 0; clip the band to them."""
+    """Renumber cells by their tokens if the piece is plain, else from 0; clip the band to them."""
     queries, keys, low, high, *inner = piece
     if piece.is_plain:
         shift = keys.origin - queries.origin

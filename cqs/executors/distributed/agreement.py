@@ -159,8 +159,8 @@ def swap(control: Any, own: Sequence[int], lengths: Sequence[int] | None = None)
 def swap_lists(control: Any, own: Sequence[int]) -> list[list[int]]:
     """Gather any number of integers from every rank; every rank must call this."""
     lengths = swap(control, [len(own)])
-    found = iter(swap(control, own, lengths))
-    return [list(islice(found, length)) for length in lengths]
+    received = iter(swap(control, own, lengths))
+    return [list(islice(received, length)) for length in lengths]
 
 
 def swap_texts(control: Any, own: str) -> list[str]:
@@ -185,9 +185,9 @@ def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[l
     calls = calls_on(group)
     with calls.call():  # messages of other threads must not interleave
         agree(group, Request(request))
-        found = swap_lists(control_group(group), own)
+        rank_numbers = swap_lists(control_group(group), own)
     calls.check()
-    return found
+    return rank_numbers
 
 
 def control_group(group: Any) -> Any:
@@ -292,6 +292,6 @@ class GroupCalls:
 def calls_on(group: Any) -> GroupCalls:
     """Return the calls of this process on a group; ``None`` means the default group."""
     group = group or dist.group.WORLD
-    if (found := _calls.get(group)) is None:
-        found = _calls.setdefault(group, GroupCalls())
-    return found
+    if (calls := _calls.get(group)) is None:
+        calls = _calls.setdefault(group, GroupCalls())
+    return calls
