@@ -28,6 +28,7 @@ def make_report(num_tasks, num_processes, failures=()):
     return RunReport(
         started=started,
         seconds=end - started + 0.1,
+        transport="shared memory",
         put_seconds=0.01,
         get_seconds=0.02,
         tasks=tuple(tasks),

@@ -92,7 +92,7 @@ class TaskExecutor:
                 report = run()
             except (MemoryNotSharedError, torch.OutOfMemoryError) as error:
                 is_short = isinstance(error, torch.OutOfMemoryError)
-                if is_short and not (run.has_short_actor and run.has_shared):
+                if is_short and not pool.shares_memory:
                     raise
                 _LOGGER.info("tensors pass through the object store: %s", error)
                 pool.shares_memory = False

@@ -38,6 +38,8 @@ class Outbox:
         self._pool, self._job, self._number = pool, job, number
         self.put_seconds = 0.0
         """Time in which this process copied tensors to shared memory or put them into the store."""
+        self.transport = "object store"
+        """How tensors get to the actors, see :attr:`RunReport.transport`."""
         self._sent: dict[Any, Any] = {}
         """Where actors find the tensors of tokens, or a reference to them, by side and tokens."""
         self._shared: dict[int, Tensor] = {}
@@ -55,17 +57,19 @@ class Outbox:
         pool, tensors = self._pool, {id(tensor): tensor for tensor in self._job.tensors}
         device = self._job.problem.query.device
         has_access = device.type == "cpu" or all(info.device != "cpu" for info in pool.infos)
-        if not (pool.nodes == {pool.own_node} and has_access):
-            return
         try:
+            if not (pool.nodes == {pool.own_node} and has_access):
+                raise RuntimeError("not all workers can access the memory of these tensors")
             memory = pool.shared_memories.get(str(device))
             if memory is None or not memory.clear_for(list(tensors.values())):
                 self.has_replaced = pool.shared_memories.pop(str(device), None) is not None
                 memory = pool.shared_memories[str(device)] = SharedMemory(device)
             places = memory.allocate(list(tensors.values()))
         except (OSError, RuntimeError) as error:  # memory is short, or has no handle
-            _LOGGER.info("tensors pass through the object store: %s", error)
+            self.transport += f": {error}"
+            _LOGGER.info("tensors pass through the %s", self.transport)
             return
+        self.transport = "shared memory"
         for key, (tensor, location) in zip(tensors, places, strict=True):
             self._shared[key], self._locations[key] = tensor, location
         if self.is_on_gpu:

@@ -80,6 +80,9 @@ class RunReport:
     """Start of the call, in seconds since the epoch by the clock of the driver's host."""
     seconds: float
     """Duration of the call, until the result is complete."""
+    transport: str
+    """``"shared memory"`` or ``"object store"``, through which tensors of the driver passed to the
+    actors, with the reason for the store if there is one."""
     put_seconds: float
     """Time in which the driver copied tokens for the actors, part of ``waiting_seconds`` unless
     processes compute meanwhile."""
@@ -100,6 +103,7 @@ class RunReport:
         first, last = runs[0], runs[-1]
         return cls(
             started=first.started,
+            transport=first.transport,
             seconds=last.started - first.started + last.seconds,
             tasks=tuple(task for run in runs for task in run.tasks),
             merges=tuple(merge for run in runs for merge in run.merges),

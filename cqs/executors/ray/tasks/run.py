@@ -133,10 +133,6 @@ class Run:
         if (terms := self._worker.terms) is not None:  # each task gets its own bias
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
-        self.has_shared = False
-        """Whether processes have kept memory of GPUs for others, in this run or before."""
-        self.has_short_actor = False
-        """Whether the GPU of an actor had too little memory."""
         self._calls = Calls(pool, cancelled)
         """Calls with _TaskBatch or _MergeBatch as key; calls of ``describe`` have None."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
@@ -191,6 +187,7 @@ class Run:
         return RunReport(
             started=self._started,
             seconds=time.perf_counter() - self._start,
+            transport=self._outbox.transport,
             put_seconds=self._outbox.put_seconds,
             get_seconds=self._get_seconds,
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
@@ -214,7 +211,6 @@ class Run:
                     pool.remove(actor)
         if pool.shares_memory:
             self._outbox.share()
-            self.has_shared = any(name != "cpu" for name in pool.shared_memories)
         else:
             pool.shared_memories.clear()
             torch.cuda.empty_cache()
@@ -320,7 +316,6 @@ class Run:
                 Returned(groups, stays=self._pool.share_host(actor, owner))
                 for owner, groups in returned.items()
             ]
-            self.has_shared |= any(receiver.stays for receiver in others)
             work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work.calls)
         num_queries, sent = self._outbox.put([call.task for call in work.calls])
@@ -388,7 +383,6 @@ class Run:
             return
         if answer.error is not None:
             if isinstance(answer.error, torch.OutOfMemoryError):
-                self.has_short_actor = True
                 _, index, backend, capacity = answer.error.args
                 plan = self._job.plan
                 message = explain_shortage(self._job.problem, plan, backend, capacity, index)
@@ -440,7 +434,6 @@ class Run:
                 self._lose(merge, merge.lenders)
             return
         if answer.error is not None:
-            self.has_short_actor = isinstance(answer.error, torch.OutOfMemoryError)
             raise answer.error
         report, merged = answer.value
         self._merge_reports.append(report)
