@@ -45,7 +45,7 @@ def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills
         def _load(self, *arguments):
             from cqs.executors.ray import actor
 
-            if is_short and self._exported is not None and self._exported.is_used:
+            if is_short and self._exported.is_used:
                 self._exported.clear()
                 actor.memory_of = lambda device: 2**30
                 self._backend = "sdpa"

@@ -58,8 +58,8 @@ class TaskActor(ShardActor):
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
         self._kept: dict[tuple[Group, int], list[GroupPart]] = {}
         """Parts of the current run by group and task, until the group is merged here."""
-        self._exported: SharedMemory | None = None
-        """Parts of the current run that other actors read; None before the first."""
+        self._exported = SharedMemory(device)
+        """Parts of the current run that other actors read."""
         self._backend: str | None = None
         """Name of the backend of the current task."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
@@ -158,7 +158,7 @@ class TaskActor(ShardActor):
         self._begin(-1)
         if closes:
             self._inputs.close()
-            self._exported = None
+            self._exported = SharedMemory(self._device)
 
     def _begin(self, number: int) -> None:
         """Discard inputs and parts of earlier runs."""
@@ -166,8 +166,7 @@ class TaskActor(ShardActor):
             self._number, self._is_short = number, False
             self._kept.clear()
             self._inputs.clear()
-            if self._exported is not None:
-                self._exported.clear()
+            self._exported.clear()
 
     def _load(
         self, settings: RunSettings, calls: Sequence[TaskCall], sides: Sequence[Sequence[Sent]]
@@ -254,13 +253,10 @@ class TaskActor(ShardActor):
         shared = [] if call.is_repeated else [spec.shared for spec in specs if spec.shared]
         rows, device = slice(tokens.start, tokens.stop), self._device
         places = [self._inputs.tensor(tensor)[:, :, rows] for tensor in shared]
-        results = places
-        if not places or places[0].device.type != device.type:
-            shapes = [(*spec.shape[:2], len(tokens), *spec.shape[3:]) for spec in specs]
-            results = [
-                torch.empty(shape, dtype=spec.dtype, device=device)
-                for shape, spec in zip(shapes, specs, strict=True)
-            ]
+        results = places if places and places[0].device.type == device.type else []
+        for spec in [] if results else specs:
+            shape = *spec.shape[:2], len(tokens), *spec.shape[3:]
+            results.append(torch.empty(shape, dtype=spec.dtype, device=device))
         settings.task_pass.merge(ordered, results)
         for place, result in zip(places, results, strict=False):
             for index in [] if place is result else product(*map(range, place.shape[:2])):
@@ -276,8 +272,8 @@ class TaskActor(ShardActor):
                 raise
         self._is_short = True
         self._inputs.clear()
-        if self._exported is not None and not self._exported.is_used:
-            self._exported = None
+        if not self._exported.is_used:
+            self._exported = SharedMemory(self._device)
         self._kept = {key: _on_host(parts) for key, parts in self._kept.items()}
         torch.cuda.empty_cache()
         return compute()
@@ -297,8 +293,6 @@ class TaskActor(ShardActor):
 
     def _export(self, tensors: Sequence[Tensor]) -> list[SharedTensor]:
         """Copy tensors to memory that other processes open."""
-        if self._exported is None:
-            self._exported = SharedMemory(self._device)
         places = self._exported.allocate(tensors)
         for (place, _), tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)

@@ -19,8 +19,10 @@ class DenseLayout(NamedTuple):
 
     @classmethod
     def like(cls, tensor: Tensor) -> "DenseLayout":
-        """Return the layout of a tensor, without its gaps."""
+        """Return the layout of a tensor, without its gaps; rows of columns stay together."""
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        if order[-1:] != [tensor.ndim - 1]:  # kernels round otherwise on other strides
+            order = list(range(tensor.ndim))
         return cls(tensor.dtype, tuple(tensor.shape[dim] for dim in order), tuple(order))
 
     def view(self, memory: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ class ActorPool:
         """Whether processes of one host may access each other's memory."""
         self.shared_memories: dict[str, Any] = {}
         """Memory of this process that actors access, by device."""
+        self.has_stale_memory = False
+        """Whether actors may have memory open that nobody else has, and are to close it."""
         self._connection = find_connection()
         self._room: Any = None
         self.nodes: set[str] = set()
@@ -205,7 +207,13 @@ class ActorPool:
         """Kill an actor, also one that hangs; do nothing if it was removed before."""
         if actor.handle is not None:
             self.ray.kill(actor.handle, no_restart=True)
+            self.has_stale_memory = True
         actor.handle = actor.info = None  # a handle keeps a connection of Ray open
+
+    def drop_memory(self, *devices: str) -> None:
+        """Drop memory that actors access; they close it after the next run."""
+        for device in devices:
+            self.has_stale_memory |= self.shared_memories.pop(device, None) is not None
 
     def abandon(self, refs: Iterable[Any], must_end: Actor | None = None) -> None:
         """Discard results that are no longer needed.

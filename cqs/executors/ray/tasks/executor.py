@@ -94,7 +94,7 @@ class TaskExecutor:
                 is_short = isinstance(error, torch.OutOfMemoryError)
                 if is_short and not pool.shares_memory:
                     raise
-                _LOGGER.info("tensors pass through the object store: %s", error)
+                _LOGGER.info("memory cannot be shared: %s", error)
                 pool.shares_memory = False
                 if progress is not None:
                     progress.move(done)

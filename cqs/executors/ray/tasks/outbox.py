@@ -1,6 +1,5 @@
 """Messages from the driver to the actors of a run: settings, and the tokens that tasks hold."""
 
-import logging
 import time
 from collections.abc import Sequence
 from itertools import chain
@@ -14,8 +13,6 @@ from cqs.executors.ray.tasks.job import Group, Job, ResultTensor, RunSettings
 from cqs.executors.ray.tasks.shared_memory import SharedMemory, SharedTensor
 from cqs.scheduler import Task
 from cqs.worker import Worker
-
-_LOGGER = logging.getLogger("cqs")
 
 
 class Outbox:
@@ -46,8 +43,6 @@ class Outbox:
         """Tensors that actors access, by the id of those that they replace."""
         self._locations: dict[int, SharedTensor] = {}
         """Locations of these tensors."""
-        self.has_replaced = False
-        """Whether actors have memory open that has become too small."""
 
     def share(self) -> None:
         """Reserve memory for the tensors that actors access, if all of them can.
@@ -62,12 +57,11 @@ class Outbox:
                 raise RuntimeError("not all workers can access the memory of these tensors")
             memory = pool.shared_memories.get(str(device))
             if memory is None or not memory.clear_for(list(tensors.values())):
-                self.has_replaced = pool.shared_memories.pop(str(device), None) is not None
+                pool.drop_memory(str(device))
                 memory = pool.shared_memories[str(device)] = SharedMemory(device)
             places = memory.allocate(list(tensors.values()))
         except (OSError, RuntimeError) as error:  # memory is short, or has no handle
             self.transport += f": {error}"
-            _LOGGER.info("tensors pass through the %s", self.transport)
             return
         self.transport = "shared memory"
         for key, (tensor, location) in zip(tensors, places, strict=True):
@@ -150,4 +144,4 @@ class Outbox:
         self._sent.clear()
         self._shared.clear()
         if has_failed:
-            self._pool.shared_memories.pop("cpu", None)
+            self._pool.drop_memory("cpu")

@@ -199,8 +199,6 @@ class Run:
     def _share(self) -> None:
         """Share tensors with the actors, once calls of earlier runs access no shared memory."""
         pool, before, since = self._pool, 0, time.monotonic()
-        if not (pool.shares_memory or pool.shared_memories):
-            return
         self._calls.check()
         while pending := pool.await_abandoned(_POLL_SECONDS):
             self._calls.check()
@@ -212,7 +210,7 @@ class Run:
         if pool.shares_memory:
             self._outbox.share()
         else:
-            pool.shared_memories.clear()
+            pool.drop_memory(*pool.shared_memories)
             torch.cuda.empty_cache()
 
     def _compute(self) -> None:
@@ -242,17 +240,18 @@ class Run:
 
         Objects in the store are released, although an exception's traceback may refer to this run.
         """
-        has_failed = bool(self._merges or self._failures)
-        self._outbox.clear(has_failed)
+        self._outbox.clear(bool(self._merges or self._failures))
         self._settings = None
         for merge in self._merges.values():
             merge.returned.clear()
         if not self._pool.is_connected:
             return
-        closes = has_failed or self._outbox.has_replaced
-        for actor in self._calls.queues:
-            if actor.info is not None and (actor.info.device != "cpu" or closes):
+        closes = self._pool.has_stale_memory
+        actors = [actor for actor in self._calls.queues if actor.info is not None]
+        for actor in actors:
+            if closes or actor.info is not None and actor.info.device != "cpu":
                 self._pool.abandon([actor.handle.forget.remote(closes)], actor)
+        self._pool.has_stale_memory = closes and len(actors) < len(self._pool.infos)
 
     def _feed(self) -> None:
         """Assign merges to their owners, and the next tasks to the actors with the fewest."""

@@ -179,7 +179,7 @@ class OpenedMemory:
             MemoryNotSharedError: The memory cannot be accessed, or its process has ended.
         """
         memory = self._memories.get(shared.handle)
-        if memory is None:
+        if memory is None or memory.nbytes < shared.num_bytes:
             opens = self._open_file if shared.device == _HOST else self._open_gpu_memory
             memory = self._memories[shared.handle] = opens(shared)
         return shared.layout.view(memory[shared.offset :])
@@ -201,8 +201,11 @@ class OpenedMemory:
 
     def _open_gpu_memory(self, shared: SharedTensor) -> Tensor:
         address, device = shared.base, torch.device("cuda", self._device.index or 0)
+        known = self._memories.get(shared.handle)  # that of another allocation in the same block
         with torch.cuda.device(device):
-            if shared.process != _PROCESS:  # which cannot open its own memory
+            if known is not None:
+                address = known.data_ptr()
+            elif shared.process != _PROCESS:  # which cannot open its own memory
                 torch.cuda.synchronize()  # makes the context current in this thread
                 address = cuda_driver.open_memory(shared.handle)
                 if not address:
