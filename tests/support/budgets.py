@@ -50,7 +50,7 @@ BUDGETS = {
     "tests": Budget(19_495, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 57_142, "docs/notes": 17_887}
+MOST_WORDS = {"docs": 57_143, "docs/notes": 17_896}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
