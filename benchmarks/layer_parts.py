@@ -126,7 +126,7 @@ def _marked(layer: HybridTransformerBlock, clock: Clock) -> Iterator[None]:
     """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
         (cqs.executors.distributed.exchange.Transfer, "wait"),
-        (cqs.executors.distributed.prepared, "agree"),
+        (cqs.executors.distributed.agreement.GroupCalls, "compare"),
     )
     with ExitStack() as stack:
         for owner, name in waiting:
