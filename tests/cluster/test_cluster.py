@@ -186,11 +186,9 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
 
 
 def test_submit_copies_what_it_reads(cluster, tensors):
-    expected, copies = cluster.attention(*tensors), [tensor.clone() for tensor in tensors]
-    future = cluster.submit(*copies)
-    for tensor in copies:
-        tensor.zero_()
-    assert torch.equal(future.result(), expected)
+    future = cluster.submit(*(copies := [tensor.clone() for tensor in tensors]))
+    torch._foreach_zero_(copies)
+    assert torch.equal(future.result(), cluster.attention(*tensors))
 
 
 def test_errors_and_futures_of_ended_calls_keep_no_objects_in_the_store(cluster, ray_session):

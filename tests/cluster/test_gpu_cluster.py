@@ -1,9 +1,12 @@
 """Tasks on a GPU, for tensors of the host and of the GPU itself."""
 
 import gc
+import itertools
+import random
 
 import pytest
 import torch
+from calls import assert_kills_change_no_bit, both_passes, tensors_of
 from support.exact import exact_answer
 
 import cqs
@@ -120,3 +123,19 @@ def test_a_gpu_with_little_memory_computes_the_same(gpu_cluster):
         assert torch.equal(tight.attention(*tensors, num_tasks=31), expected)
         with pytest.raises(torch.OutOfMemoryError, match="task 0 of 1 requires"):
             tight.attention(*tensors, num_tasks=1)
+
+
+def test_no_failure_changes_a_bit():
+    if (num_gpus := torch.cuda.device_count()) < 2:
+        pytest.skip("needs 2 GPUs")
+    case = Case("parts", 20000, 20000, num_heads=16, num_kv_heads=8, head_dim=64)
+    host, choose = tensors_of(case.make(torch.bfloat16)), random.Random(0)
+    with cqs.Cluster(num_workers=num_gpus, object_store_memory=4 * 2**30) as cluster:
+        for tensors, num_tasks in itertools.product(
+            (host, [tensor.cuda() for tensor in host]), (num_gpus, 13)
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cluster._pool, "shares_memory", False)
+                expected = both_passes(cluster, tensors, num_tasks=num_tasks)
+            assert_kills_change_no_bit(cluster, tensors, expected, 1, choose, num_tasks=num_tasks)
+        assert cluster._pool.shares_memory

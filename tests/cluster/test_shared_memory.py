@@ -3,20 +3,23 @@
 import ctypes
 import os
 import time
+from contextlib import nullcontext
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cqs.executors.ray.blob import DenseLayout
 from cqs.executors.ray.pool import MemoryNotSharedError
-from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedMemory
+from cqs.executors.ray.tasks import shared_memory
+from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedMemory, SharedTensor
 
 HOST = torch.device("cpu")
 NUMBERS = torch.arange(120)
 TENSORS = [
     NUMBERS.float().view(2, 3, 5, 4),
     NUMBERS.bfloat16().view(2, 5, 3, 4).transpose(1, 2),
-    NUMBERS[:0].half().view(1, 3, 0, 4),
     NUMBERS[:30].double().view(2, 3, 5),
 ]
 
@@ -53,23 +56,18 @@ def double_as(user, locations):
         shared.mul_(2)
 
 
-def start(function, *arguments):
+def start(function, *arguments, seconds=0):
+    """Run a function in another process; return that after so many seconds or its end."""
     process = get_context("fork").Process(target=function, args=arguments, daemon=True)
     process.start()
+    process.join(seconds)
     return process
-
-
-def status(function, *arguments):
-    """Return the exit status of a function in another process."""
-    process = start(function, *arguments)
-    process.join(60)
-    return process.exitcode
 
 
 def test_another_process_reads_and_writes_in_place():
     memory = SharedMemory(HOST)
     locations, places = share(memory)
-    assert status(double_as, None, locations) == 0
+    assert start(double_as, None, locations, seconds=60).exitcode == 0
     assert all(torch.equal(a, 2 * b) for a, b in zip(places, TENSORS, strict=True))
 
 
@@ -78,8 +76,8 @@ def test_another_user_cannot_open_it_and_it_ends_with_its_owner():
     ours, theirs = get_context("fork").Pipe()
     owner = start(own_as, 60_001, theirs)
     locations = ours.recv()
-    assert status(double_as, 60_002, locations) == 1
-    assert status(double_as, 60_001, locations) == 0
+    for user in (60_002, 60_001):  # another one, and the same
+        assert start(double_as, user, locations, seconds=60).exitcode == (user != 60_001)
     owner.kill()
     owner.join()
     with pytest.raises(MemoryNotSharedError):
@@ -90,6 +88,16 @@ def test_memory_is_replaced_by_larger_and_limited(monkeypatch):
     memory = SharedMemory(HOST)
     assert not memory.clear_for(TENSORS) and memory.allocate(TENSORS) and memory.is_used
     assert memory.clear_for(TENSORS) and not memory.is_used
-    monkeypatch.setattr("cqs.executors.ray.tasks.shared_memory.free_bytes", lambda _: 2**20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
     with pytest.raises(RuntimeError, match="a quarter of the free memory"):
         memory.allocate([torch.empty(1, dtype=torch.uint8).expand(2**26)])
+
+
+def test_allocations_in_one_block_of_a_gpu_are_read_in_full(monkeypatch):
+    block = torch.arange(96, dtype=torch.uint8)
+    monkeypatch.setattr(shared_memory, "as_bytes", lambda _, number, __: block[:number])
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    opened, place = OpenedMemory(torch.device("cuda", 0)), (shared_memory._PROCESS, "GPU", b"", 0)
+    for offset in (0, 88):
+        shared = SharedTensor(*place, offset + 8, offset, DenseLayout.like(block[:8]))
+        assert torch.equal(opened.tensor(shared), block[offset : offset + 8])

@@ -285,7 +285,7 @@ class GroupCalls:
 
     def check(self) -> None:
         """Raise :attr:`error`, if there is one."""
-        if self._overlap and (error := self.error) is not None:
+        if (error := self.error) is not None:
             raise error
 
 

@@ -251,16 +251,17 @@ class TaskActor(ShardActor):
                 ordered += [(rows, tuple(t.to(self._device) for t in part)) for rows, part in kept]
         tokens, specs = call.group.tokens, settings.results[call.group.is_of_keys]
         shared = [] if call.is_repeated else [spec.shared for spec in specs if spec.shared]
-        rows, device = slice(tokens.start, tokens.stop), self._device
-        places = [self._inputs.tensor(tensor)[:, :, rows] for tensor in shared]
-        results = places if places and places[0].device.type == device.type else []
-        for spec in [] if results else specs:
-            shape = *spec.shape[:2], len(tokens), *spec.shape[3:]
-            results.append(torch.empty(shape, dtype=spec.dtype, device=device))
+        places = [self._inputs.tensor(t)[:, :, tokens.start : tokens.stop] for t in shared]
+        if places and places[0].device.type == self._device.type:
+            settings.task_pass.merge(ordered, places)
+            return []
+        shapes = [(*spec.shape[:2], len(tokens), *spec.shape[3:]) for spec in specs]
+        new = partial(torch.empty, device=self._device)
+        results = [new(s, dtype=spec.dtype) for s, spec in zip(shapes, specs, strict=True)]
         settings.task_pass.merge(ordered, results)
         for place, result in zip(places, results, strict=False):
-            for index in [] if place is result else product(*map(range, place.shape[:2])):
-                place[index].copy_(result[index], non_blocking=True)  # rows of a head are adjacent
+            for index in product(*map(range, place.shape[:2])):  # a head's rows are adjacent
+                place[index].copy_(result[index], non_blocking=True)
         return [] if places else results
 
     def _with_room(self, compute: Callable[[], _Result]) -> _Result:

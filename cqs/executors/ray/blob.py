@@ -19,7 +19,7 @@ class DenseLayout(NamedTuple):
 
     @classmethod
     def like(cls, tensor: Tensor) -> "DenseLayout":
-        """Return the layout of a tensor, without its gaps; rows of columns stay together."""
+        """Return the layout of a tensor without its gaps; elements of a row are adjacent."""
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if order[-1:] != [tensor.ndim - 1]:  # kernels round otherwise on other strides
             order = list(range(tensor.ndim))

@@ -18,10 +18,10 @@ from cqs.worker import Worker
 class Outbox:
     """Gives the tensors of a job to the actors when a task first needs them.
 
-    If all actors are on this host, tensors are copied once to memory that they access: of the host,
-    or for tensors of a GPU of that GPU, if all actors are on GPUs. Actors read their rows there and
-    write the results beside them. Otherwise each token group is put into the object store for
-    itself, so that a host fetches only the groups of its tasks.
+    If all actors run here, tensors are copied once to memory that they access. That is memory of
+    the host, or if tensors and actors are on GPUs, of the GPU of the tensors. Actors read their
+    rows there and write the results beside them. Otherwise each token group is put into the object
+    store for itself, so that a host fetches only the groups of its tasks.
     """
 
     def __init__(self, pool: ActorPool, job: Job, number: int):
