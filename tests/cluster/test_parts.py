@@ -85,7 +85,8 @@ def test_parts_that_nobody_can_read_pass_through_the_store(
     ray_session, tmp_path, tensors, expected
 ):
     with with_parts(tmp_path, is_readable=False) as cluster:
-        assert are_equal(both_passes(cluster, tensors), expected)
+        for _ in range(5):  # a merge whose owner computes the lost parts itself succeeds
+            assert are_equal(both_passes(cluster, tensors), expected)
         assert not cluster._pool.shares_memory
         number = len(list(tmp_path.iterdir()))
         assert are_equal(both_passes(cluster, tensors), expected)
@@ -101,7 +102,5 @@ def test_a_run_without_memory_for_parts_is_repeated_without_them(
         assert any(tmp_path.iterdir())
         assert cluster._pool.shares_memory, "the next run tries again"
         seen = []
-        cluster.attention(
-            *tensors, num_tasks=13, progress=lambda done, total: seen.append((done, total))
-        )
+        cluster.attention(*tensors, num_tasks=13, progress=lambda *counts: seen.append(counts))
         assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
