@@ -1223,8 +1223,8 @@ FAULTS = (
     Fault(
         "parts of a failed worker count as kept",
         "executors/ray/tasks/run.py",
-        "merge.kept.clear()",
-        "merge.kept.copy()",
+        "self._drop(merge, gone)",
+        "self._drop(merge, [])",
         "cluster/test_failures.py::test_killed_workers_do_not_change_a_bit",
     ),
     Fault(

@@ -117,7 +117,7 @@ def test_each_token_is_put_once(cluster, ray_session, monkeypatch):
     expected = attend(problem, cluster.attention, num_tasks=7)
     assert not puts and submit(cluster, problem).report.transport == "shared memory"
     with monkeypatch.context() as patched:
-        patched.setattr(cluster._pool, "shares_memory", False)
+        patched.setattr(cluster._pool, "obstacle", "as if it failed")
         assert are_equal(attend(problem, cluster.attention, num_tasks=7), expected)
     assert len(puts) == 14, "seven groups of queries, seven of keys and values"
 

@@ -68,7 +68,7 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     first = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=7)
     output = first.result()
     assert first.report.unload_seconds < 0.01
-    monkeypatch.setattr(gpu_cluster._pool, "shares_memory", False)
+    monkeypatch.setattr(gpu_cluster._pool, "obstacle", "as if it failed")
     assert torch.equal(gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7), output)
     assert used == [True, False]
 
@@ -135,7 +135,7 @@ def test_no_failure_changes_a_bit():
             (host, [tensor.cuda() for tensor in host]), (num_gpus, 13)
         ):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cluster._pool, "shares_memory", False)
+                patch.setattr(cluster._pool, "obstacle", "as if it failed")
                 expected = both_passes(cluster, tensors, num_tasks=num_tasks)
             assert_kills_change_no_bit(cluster, tensors, expected, 1, choose, num_tasks=num_tasks)
-        assert cluster._pool.shares_memory
+        assert not cluster._pool.obstacle

@@ -32,11 +32,11 @@ def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills
             return shared
 
         def _receive(self, parts):
-            from cqs.executors.ray.pool import PartsLostError
+            from cqs.executors.ray.pool import MemoryNotSharedError
 
             shared = [t for _, part in parts for t in part if hasattr(t, "handle")]
             if shared and not is_readable:
-                raise PartsLostError("the part cannot be read")
+                raise MemoryNotSharedError("the part cannot be read")
             if shared and kills and not (folder / "killed").exists():
                 (folder / "killed").touch()
                 os.kill(int(shared[0].handle.split(b"/")[2]), signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_parts_of_a_failed_actor_are_computed_again(
     with with_parts(tmp_path, num_workers=num_workers) as cluster:
         choose = random.Random(num_workers)
         assert_kills_change_no_bit(cluster, tensors, expected, 2, choose)
-        assert cluster._pool.shares_memory and any(tmp_path.iterdir())
+        assert not cluster._pool.obstacle and any(tmp_path.iterdir())
 
 
 def test_a_merge_whose_parts_are_lost_is_repeated(ray_session, tmp_path, tensors, expected):
@@ -77,17 +77,17 @@ def test_a_merge_whose_parts_are_lost_is_repeated(ray_session, tmp_path, tensors
         assert torch.equal(future.result(), expected[0])
         assert (tmp_path / "killed").exists()
         assert future.report.reruns > 0 and future.report.failures
-        assert cluster._pool.shares_memory
+        assert not cluster._pool.obstacle
 
 
 @pytest.mark.long
 def test_parts_that_nobody_can_read_pass_through_the_store(
-    ray_session, tmp_path, tensors, expected
+    ray_session, tmp_path, tensors, expected, caplog
 ):
-    with with_parts(tmp_path, is_readable=False) as cluster:
+    with with_parts(tmp_path, is_readable=False) as cluster, caplog.at_level("INFO", "cqs"):
         for _ in range(5):  # a merge whose owner computes the lost parts itself succeeds
             assert are_equal(both_passes(cluster, tensors), expected)
-        assert not cluster._pool.shares_memory
+        assert caplog.text.count("object store: the part cannot be read") == 1
         number = len(list(tmp_path.iterdir()))
         assert are_equal(both_passes(cluster, tensors), expected)
         assert len(list(tmp_path.iterdir())) == number > 0
@@ -100,7 +100,7 @@ def test_a_run_without_memory_for_parts_is_repeated_without_them(
     with with_parts(tmp_path, is_short=True) as cluster:
         assert are_equal(both_passes(cluster, tensors), expected)
         assert any(tmp_path.iterdir())
-        assert cluster._pool.shares_memory, "the next run tries again"
+        assert not cluster._pool.obstacle, "the next run tries again"
         seen = []
         cluster.attention(*tensors, num_tasks=13, progress=lambda *counts: seen.append(counts))
         assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)

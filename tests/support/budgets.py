@@ -40,7 +40,7 @@ BUDGETS = {
     "cqs/executors": Budget(932, 146, 8),
     "cqs/executors/distributed": Budget(3322, 284, 15),
     "cqs/executors/streaming": Budget(1314, 259, 16),
-    "cqs/executors/ray": Budget(2772, 375, 16),
+    "cqs/executors/ray": Budget(2765, 375, 16),
     "cqs/integrations": Budget(1566, 254, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(350, 103, 4),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.pool import ActorInfo, MemoryNotSharedError, PartsLostError
+from cqs.executors.ray.pool import ActorInfo
 from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks import job
@@ -129,9 +129,8 @@ class TaskActor(ShardActor):
             were written to.
 
         Raises:
-            MemoryNotSharedError: The memory of the driver cannot be accessed.
-            PartsLostError: The parts in the memory of another actor cannot be accessed. All groups
-                can be merged again.
+            MemoryNotSharedError: Memory of the driver, or of another actor that may have failed,
+                cannot be accessed. All groups can be merged again.
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
@@ -301,10 +300,7 @@ class TaskActor(ShardActor):
 
     def _receive(self, parts: _SentParts) -> list[GroupPart]:
         """Return parts of another actor as tensors that kernels can read."""
-        try:
-            return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
-        except MemoryNotSharedError as error:
-            raise PartsLostError(str(error)) from error
+        return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
 
     def _make_inputs(self) -> Inputs:
         if not self._is_on_gpu:

@@ -32,10 +32,6 @@ class MemoryNotSharedError(RuntimeError):
     """A process cannot open the memory of another one, as in another container."""
 
 
-class PartsLostError(RuntimeError):
-    """Parts that an actor had left in its memory are lost, as after its failure."""
-
-
 @dataclass(frozen=True)
 class RetryPolicy:
     """Timeouts, and the number of failures, after which a call gives up."""
@@ -92,8 +88,10 @@ class ActorPool:
         """Set when the cluster closes: calls then raise CancelledError."""
         self.own_node = find_node()
         """Id of the Ray node of this process; None for a Ray Client."""
-        self.shares_memory = True
-        """Whether processes of one host may access each other's memory."""
+        self.obstacle = ""
+        """Why processes of one host cannot access each other's memory; empty if they can."""
+        self.transport = ""
+        """How tensors of the last run got to the actors, see ``RunReport.transport``."""
         self.shared_memories: dict[str, Any] = {}
         """Memory of this process that actors access, by device."""
         self.has_stale_memory = False
@@ -180,7 +178,7 @@ class ActorPool:
     def share_host(self, one: Actor, other: Actor) -> bool:
         """Return whether one actor can read parts in the memory of another one, of host or GPU."""
         places = {info and (info.node, info.device) for info in (one.info, other.info)}
-        return self.shares_memory and len(places) == 1 and None not in places
+        return not self.obstacle and len(places) == 1 and None not in places
 
     @property
     def infos(self) -> list[ActorInfo]:

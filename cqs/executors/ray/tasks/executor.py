@@ -92,16 +92,19 @@ class TaskExecutor:
                 report = run()
             except (MemoryNotSharedError, torch.OutOfMemoryError) as error:
                 is_short = isinstance(error, torch.OutOfMemoryError)
-                if is_short and not pool.shares_memory:
+                if is_short and pool.obstacle:
                     raise
-                _LOGGER.info("memory cannot be shared: %s", error)
-                pool.shares_memory = False
+                pool.obstacle = str(error)
                 if progress is not None:
                     progress.move(done)
                 try:
                     report = Run(*arguments)()
                 finally:
-                    pool.shares_memory = is_short  # a later call may share memory again
+                    if is_short:  # a later call may share memory again
+                        pool.obstacle = ""
+            if report.transport != pool.transport:
+                pool.transport = report.transport
+                _LOGGER.info("tensors pass through %s", report.transport)
             self.reports.append(report)
 
         if self._is_in_dispatcher:

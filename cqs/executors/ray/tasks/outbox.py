@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
@@ -47,12 +48,14 @@ class Outbox:
     def share(self) -> None:
         """Reserve memory for the tensors that actors access, if all of them can.
 
-        No earlier call may still read or write this memory.
+        Otherwise memory of earlier calls is freed. None of them may still read or write it.
         """
         pool, tensors = self._pool, {id(tensor): tensor for tensor in self._job.tensors}
         device = self._job.problem.query.device
         has_access = device.type == "cpu" or all(info.device != "cpu" for info in pool.infos)
         try:
+            if pool.obstacle:
+                raise RuntimeError(pool.obstacle)
             if not (pool.nodes == {pool.own_node} and has_access):
                 raise RuntimeError("not all workers can access the memory of these tensors")
             memory = pool.shared_memories.get(str(device))
@@ -62,6 +65,9 @@ class Outbox:
             places = memory.allocate(list(tensors.values()))
         except (OSError, RuntimeError) as error:  # memory is short, or has no handle
             self.transport += f": {error}"
+            if pool.shared_memories:
+                pool.drop_memory(*pool.shared_memories)
+                torch.cuda.empty_cache()
             return
         self.transport = "shared memory"
         for key, (tensor, location) in zip(tensors, places, strict=True):

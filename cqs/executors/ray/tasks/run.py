@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,6 @@ from cqs.executors.ray.pool import (
     Answer,
     Calls,
     MemoryNotSharedError,
-    PartsLostError,
     TaskFailedError,
     WorkersFailedError,
 )
@@ -39,6 +38,15 @@ _NUMBERS = itertools.count()
 """Numbers of the runs of this process."""
 
 
+class _Part(NamedTuple):
+    """Results of a task for a group."""
+
+    holder: Actor | None
+    """The actor in whose memory they are; None if they are in the object store."""
+    reference: Any = None
+    """Ray reference to them or to their location; None if the owner of the merge keeps them."""
+
+
 @dataclass(eq=False)
 class _Merge:
     """The merge of one group: its owner, and the parts that exist."""
@@ -49,29 +57,20 @@ class _Merge:
     """Tasks whose parts it needs, in the order of the merge."""
     owner: Actor | None = None
     """The actor that merges; None if none has a part, or it has failed."""
-    kept: set[int] = field(default_factory=set)
-    """Tasks whose parts the owner keeps."""
-    returned: dict[int, Any] = field(default_factory=dict)
-    """Ray references to parts that other actors have computed, by task."""
-    lenders: dict[int, Actor] = field(default_factory=dict)
-    """Actors in whose memory such parts have stayed, by task."""
+    parts: dict[int, _Part] = field(default_factory=dict)
+    """The parts that exist, by task."""
     num_losses: int = 0
     """Number of times that the owner could not read a part."""
 
     @property
     def is_ready(self) -> bool:
         """Whether all parts exist."""
-        return len(self.kept) + len(self.returned) == len(self.tasks)
+        return len(self.parts) == len(self.tasks)
 
-    def has(self, index: int) -> bool:
-        """Return whether the part of a task exists."""
-        return index in self.kept or index in self.returned
-
-    def drop(self, indices: Iterable[int]) -> None:
-        """Record that parts of other actors are lost."""
-        for index in list(indices):
-            del self.returned[index]
-            self.lenders.pop(index, None)
+    @property
+    def returned(self) -> dict[int, Any]:
+        """Ray references to the parts that the owner does not keep, by task."""
+        return {i: part.reference for i, part in self.parts.items() if part.reference is not None}
 
 
 @dataclass(eq=False)
@@ -207,11 +206,7 @@ class Run:
             elif time.monotonic() - since > self._calls.timeout:  # these actors hang
                 for actor in pending.values():
                     pool.remove(actor)
-        if pool.shares_memory:
-            self._outbox.share()
-        else:
-            pool.drop_memory(*pool.shared_memories)
-            torch.cuda.empty_cache()
+        self._outbox.share()
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all groups are merged.
@@ -243,7 +238,7 @@ class Run:
         self._outbox.clear(bool(self._merges or self._failures))
         self._settings = None
         for merge in self._merges.values():
-            merge.returned.clear()
+            merge.parts.clear()
         if not self._pool.is_connected:
             return
         closes = self._pool.has_stale_memory
@@ -299,14 +294,14 @@ class Run:
             returned: dict[Actor, list[Group]] = defaultdict(list)
             for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
-                if merge is None or merge.has(index):
+                if merge is None or index in merge.parts:
                     continue
                 if merge.owner is None:  # equal actors get tasks in turn
                     last = max(self._places[task] for task in merge.tasks) - self._places[index]
                     merge.owner = started[(started.index(actor) + last) % len(started)]
                 if merge.owner is actor:
                     kept.append(group)
-                    merge.kept.add(index)  # it exists when the actor begins a later call
+                    merge.parts[index] = _Part(actor)  # exists when the actor begins a later call
                     self._note_if_ready(merge)
                 else:
                     returned[merge.owner].append(group)
@@ -333,8 +328,8 @@ class Run:
 
     def _can_read(self, actor: Actor, merge: _Merge) -> bool:
         """Return whether an actor can read the parts of a group that have stayed with others."""
-        lenders = merge.lenders.values()
-        return all(lender is actor or self._pool.share_host(lender, actor) for lender in lenders)
+        holders = {part.holder for part in merge.parts.values() if part.holder is not None}
+        return all(holder is actor or self._pool.share_host(holder, actor) for holder in holders)
 
     def _note_if_ready(self, merge: _Merge) -> None:
         if merge.is_ready:
@@ -408,29 +403,27 @@ class Run:
             }
             for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
-                if merge is None or merge.has(index):
+                if merge is None or index in merge.parts:
                     continue
                 if group in returned:
-                    receiver, merge.returned[index] = returned[group]
-                    if receiver.stays:
-                        merge.lenders[index] = answer.actor
+                    receiver, reference = returned[group]
+                    merge.parts[index] = _Part(answer.actor if receiver.stays else None, reference)
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned
                     self._repeat([index])
         return finished
 
     def _finish_merges(self, work: _MergeBatch, answer: Answer) -> None:
-        """Write the results of merges, or repeat tasks whose parts were lost with their node."""
-        if isinstance(answer.error, self._pool.ray.exceptions.ObjectLostError):
-            for merge in work.merges:
-                self._lose(merge, merge.returned)
-            return
-        if isinstance(answer.error, PartsLostError):
+        """Write the results of merges, or repeat tasks whose parts could not be read."""
+        errors = self._pool.ray.exceptions
+        if isinstance(answer.error, MemoryNotSharedError | errors.ObjectLostError):
             for merge in work.merges:
                 merge.num_losses += 1
                 if merge.num_losses > self._pool.retry_policy.max_attempts:
-                    raise MemoryNotSharedError(str(answer.error)) from answer.error
-                self._lose(merge, merge.lenders)
+                    raise answer.error
+                lost = merge.returned
+                self._drop(merge, lost)
+                self._repeat(lost)
             return
         if answer.error is not None:
             raise answer.error
@@ -443,11 +436,12 @@ class Run:
             del self._merges[merge.group]
         self._get_seconds += answer.seconds + time.perf_counter() - start
 
-    def _lose(self, merge: _Merge, indices: Iterable[int]) -> None:
-        """Repeat tasks whose parts the owner of a merge could not read."""
-        self._repeat(indices)
-        merge.drop(indices)
-        self._note_if_ready(merge)  # perhaps only others have lost parts
+    def _drop(self, merge: _Merge, lost: Iterable[int]) -> None:
+        """Record that nobody merges a group, and that the parts of some tasks are lost."""
+        for index in lost:
+            del merge.parts[index]
+        self._ready.pop(merge, None)
+        self._note_if_ready(merge)  # perhaps no part is lost
 
     def _replace(self, answer: Answer) -> None:
         """Reassign the calls and the kept parts of a failed actor, and start a replacement.
@@ -465,16 +459,11 @@ class Run:
         for merge in self._merges.values():
             if merge.owner is answer.actor:
                 merge.owner = None
-                lost += merge.kept
-                merge.kept.clear()
-                self._ready.pop(merge, None)
-                self._note_if_ready(merge)
-            if merge in self._ready or not merge.is_ready:  # its owner does not merge it now
-                gone = [i for i, lender in merge.lenders.items() if lender is answer.actor]
-                if gone:
-                    lost += gone
-                    merge.drop(gone)
-                    self._ready.pop(merge, None)
+            elif merge.is_ready and merge not in self._ready:  # its owner merges it now
+                continue
+            gone = [i for i, part in merge.parts.items() if part.holder is answer.actor]
+            self._drop(merge, gone)
+            lost += gone
         pid, node = (None, None) if answer.info is None else answer.info[:2]
         self._failures.append(WorkerFailure(pid, node, time.time(), self._repeat(lost)))
         most = self._pool.retry_policy.max_attempts
