@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
@@ -273,6 +274,8 @@ class Answer(NamedTuple):
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
     info: ActorInfo | None = None
     """Process and device of the actor that failed; None if it had not started."""
+    references: Sequence[Any] = ()
+    """Ray references to further values that the method returned."""
     seconds: float = 0.0
     """Time to get the value."""
 
@@ -300,6 +303,8 @@ class Calls:
         self.queues: dict[Actor, dict[Any, Any]] = {}
         """For each actor, the keys of pending calls by their Ray references, in order."""
         self._actors: dict[Any, Actor] = {}
+        self._others: dict[Any, list[Any]] = {}
+        """References to further values of the same call."""
         self._last_sign: dict[Actor, float] = {}
 
     def __enter__(self) -> Self:
@@ -310,7 +315,9 @@ class Calls:
             for actor, queue in self.queues.items():
                 self._pool.abandon([ref for ref, key in queue.items() if key is not None], actor)
                 self._pool.abandon(ref for ref, key in queue.items() if key is None)
+            self._pool.abandon(chain(*self._others.values()))
         self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
+        self._others.clear()
         for queue in self.queues.values():
             queue.clear()
 
@@ -320,7 +327,7 @@ class Calls:
 
     def add(
         self, actor: Actor, key: Any, method: str, *arguments: Any, num_returns: int = 1
-    ) -> list[Any]:
+    ) -> None:
         """Call a method of an actor.
 
         Args:
@@ -329,10 +336,7 @@ class Calls:
             method: Name of the method.
             arguments: Arguments of the method; those that are Ray references are replaced by their
                 objects.
-            num_returns: Number of values that the method returns.
-
-        Returns:
-            Ray references to the values except the first, which is the value of the answer.
+            num_returns: Number of values that the method returns; the answer has the first one.
         """
         queue = self.queues.setdefault(actor, {})
         if not queue:
@@ -340,9 +344,9 @@ class Calls:
         call = getattr(actor.handle, method).options(num_returns=num_returns)
         refs = call.remote(*arguments)
         ref, *others = refs if num_returns > 1 else [refs]
+        self._others[ref] = others
         queue[ref] = key
         self._actors[ref] = actor
-        return others
 
     def refill(self) -> None:
         """Start missing actors; call ``describe`` with key None on all that had no calls here."""
@@ -400,6 +404,9 @@ class Calls:
             raised = error
         except errors.RayError as error:  # the actor, its host or the result is lost
             return self.fail(actor, error)
+        others = self._others.pop(ref)
+        if raised is not None:
+            self._pool.abandon(others)
         del self._actors[ref]
         self._last_sign[actor] = time.monotonic()
         key = self.queues[actor].pop(ref)
@@ -411,13 +418,15 @@ class Calls:
         elif isinstance(value, ActorInfo):
             actor.info = value
             self._pool.nodes.add(value.node)
-        return Answer(actor, [key], value, raised, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Answer(actor, [key], value, raised, references=others, seconds=seconds)
 
     def fail(self, actor: Actor, failure: Exception) -> Answer:
         """Remove a failed or hung actor from the pool, and its calls."""
         queue = self.queues.pop(actor, {})
         for ref in queue:
             del self._actors[ref]
+            self._pool.abandon(self._others.pop(ref))
         info = actor.info
         self._pool.remove(actor)
         self._pool.abandon(queue, actor)

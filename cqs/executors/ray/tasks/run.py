@@ -74,20 +74,6 @@ class _Merge:
 
 
 @dataclass(eq=False)
-class _TaskBatch:
-    """Tasks that one call of an actor computes."""
-
-    calls: list[TaskCall]
-    """The tasks, and the groups whose parts the actor keeps or returns."""
-    references: list[Any] = field(default_factory=list)
-    """Ray references to the parts that the actor returns, for each list of groups in ``calls``."""
-
-    def __str__(self) -> str:
-        indices = [call.task.index for call in self.calls]
-        return f"task {indices[0]}" if len(indices) == 1 else f"tasks {indices}"
-
-
-@dataclass(eq=False)
 class _MergeBatch:
     """Merges that one call of an actor computes."""
 
@@ -95,9 +81,6 @@ class _MergeBatch:
     """The merges."""
     num_bytes: int = 0
     """Size of their results."""
-
-    def __str__(self) -> str:
-        return f"the merge of {', '.join(str(merge.group.tokens) for merge in self.merges)}"
 
 
 class Run:
@@ -133,7 +116,7 @@ class Run:
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
         self._calls = Calls(pool, cancelled)
-        """Calls with _TaskBatch or _MergeBatch as key; calls of ``describe`` have None."""
+        """Calls whose keys are lists of task calls or merge batches, or None for ``describe``."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
         order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
         self._todo = deque(order)
@@ -256,8 +239,7 @@ class Run:
             message = f"all {len(self._pool.actors)} workers failed; tasks "
             message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
             for work, failures in self._attempts.most_common(1):
-                name = f"task {work}" if isinstance(work, int) else _MergeBatch([work])
-                message += f"; {name} was running on {failures} of them when they failed"
+                message += f"; {_name_of(work)} was running on {failures} of them when they failed"
             raise WorkersFailedError(message)
         if not started:
             return
@@ -272,7 +254,7 @@ class Run:
 
     def _count_tasks(self, actor: Actor) -> int:
         """Return the number of pending calls of an actor with tasks."""
-        return sum(isinstance(work, _TaskBatch) for work in self._calls.queues[actor].values())
+        return sum(isinstance(work, list) for work in self._calls.queues[actor].values())
 
     def _assign_tasks(self, actor: Actor, started: list[Actor]) -> None:
         """Let an actor compute the next tasks: several if one would take less time than a call.
@@ -284,10 +266,10 @@ class Run:
             average = sum(report.seconds for report in self._reports.values()) / len(self._reports)
             share = -(-len(self._todo) // len(self._pool.actors))
             number = max(1, min(share, int(_CALL_SECONDS / average)))
-        work = _TaskBatch([])
-        while len(work.calls) < number and self._todo:
+        work: list[TaskCall] = []
+        while len(work) < number and self._todo:
             index = self._choose_task(actor, started)
-            if work.calls and self._attempts.keys() & {index, work.calls[0].task.index}:
+            if work and self._attempts.keys() & {index, work[0].task.index}:
                 break  # a task that was running when an actor failed is computed alone
             self._todo.remove(index)
             kept: list[Group] = []
@@ -310,12 +292,12 @@ class Run:
                 Returned(groups, stays=self._pool.share_host(actor, owner))
                 for owner, groups in returned.items()
             ]
-            work.calls.append(TaskCall(task, kept, others, self._job.bias_of(task)))
-        self._running.update(call.task.index for call in work.calls)
-        num_queries, sent = self._outbox.put([call.task for call in work.calls])
-        num_returns = 1 + sum(len(call.returned) for call in work.calls)
-        arguments = self._settings, work.calls, num_queries, *sent
-        work.references = self._calls.add(actor, work, "run", *arguments, num_returns=num_returns)
+            work.append(TaskCall(task, kept, others, self._job.bias_of(task)))
+        self._running.update(call.task.index for call in work)
+        num_queries, sent = self._outbox.put([call.task for call in work])
+        num_returns = 1 + sum(len(call.returned) for call in work)
+        arguments = self._settings, work, num_queries, *sent
+        self._calls.add(actor, work, "run", *arguments, num_returns=num_returns)
 
     def _choose_task(self, actor: Actor, started: list[Actor]) -> int:
         """Return one of the next tasks: of as many as actors, the one with most parts to keep."""
@@ -385,11 +367,11 @@ class Run:
         for index in self._finish_tasks(work, answer) if work is not None else []:
             self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
 
-    def _finish_tasks(self, work: _TaskBatch, answer: Answer) -> list[int]:
+    def _finish_tasks(self, work: list[TaskCall], answer: Answer) -> list[int]:
         """Record the parts of an answer; return the tasks that are computed for the first time."""
-        references, work.references = iter(work.references), []
+        references = iter(answer.references)  # for each list of groups in the calls
         finished = []
-        for call, (report, sums) in zip(work.calls, answer.value, strict=True):
+        for call, (report, sums) in zip(work, answer.value, strict=True):
             index = call.task.index
             if index not in self._reports:
                 finished.append(index)
@@ -450,11 +432,7 @@ class Run:
         that did not start in time. It starts none after ``max_attempts * num_workers`` failures.
         """
         pending = [key for key in answer.keys if key is not None]
-        lost: list[int] = []
-        for work in pending:
-            if isinstance(work, _TaskBatch):
-                lost += [call.task.index for call in work.calls]
-                self._pool.abandon(work.references)
+        lost = [call.task.index for work in pending if isinstance(work, list) for call in work]
         self._running.difference_update(lost)
         for merge in self._merges.values():
             if merge.owner is answer.actor:
@@ -471,11 +449,12 @@ class Run:
             if work is None:
                 continue
             is_merge = isinstance(work, _MergeBatch)
-            keys = work.merges if is_merge else [call.task.index for call in work.calls]
+            keys = work.merges if is_merge else [call.task.index for call in work]
             self._attempts.update(keys)
-            if max(self._attempts[key] for key in keys) == most:
+            worst = max(keys, key=self._attempts.__getitem__)
+            if self._attempts[worst] == most:
                 raise TaskFailedError(
-                    f"{work} was running on {most} workers when they failed or hung"
+                    f"{_name_of(worst)} was running on {most} workers when they failed or hung"
                 ) from answer.failure
         if len(self._failures) < most * len(self._pool.actors):
             before = set(self._pool.actors)
@@ -494,3 +473,7 @@ class Run:
         self._reruns += len(lost)
         self._todo.extendleft(reversed(lost))
         return tuple(lost)
+
+
+def _name_of(work: _Merge | int) -> str:
+    return f"task {work}" if isinstance(work, int) else f"the merge of {work.group.tokens}"
