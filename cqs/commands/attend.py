@@ -131,6 +131,7 @@ def _attend_within_budget(
         directory = None
         if options.resume is not None:
             directory = stack.enter_context(WorkingDirectory(options.resume))
+        # A file beside the output, which is renamed to it at the end of the block.
         path = stack.enter_context(create_file(options.output, "output", shape, dtype, directory))
         try:
             out: Any = replace(cqs.streaming.open_tensor(path, "output"), is_writable=True)

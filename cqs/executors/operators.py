@@ -92,9 +92,12 @@ def _template(value: Any, numbers: list[int], tensors: list[Any]) -> str:
 
 
 def _make_handle(context: Any) -> None:
-    """Make the handle of ``pattern``, whose code Dynamo would trace otherwise.
+    """Make the handle of the caller's local ``pattern``, whose code Dynamo would trace otherwise.
 
-    Guards read the handles of later patterns, which makes them.
+    It is made when it is first read. In later calls, guards of the compiled graph read it.
+
+    Args:
+        context: Dynamo's context of the function that it traces.
     """
     variable = context.get_local("pattern")._i_will_not_complain_if_bc_breaks_VariableTracker()
     variable.realize().value.handle  # noqa: B018

@@ -235,7 +235,16 @@ class _Shard(context_parallel.ContextParallelSplitHook):
         return given[part].new_ones(shape).bool() if shape[1] < self._num_ranks else None
 
     def _prepare_cp_input(self, whole: Tensor, spec: Any) -> Tensor:
-        if spec.expected_dims not in (None, whole.ndim):  # one for all tokens
+        """Return this rank's shard of a tensor; replaces the method of the base class.
+
+        Args:
+            whole: An input or output for the whole sequence.
+            spec: Says which dimension is divided, and whether the tensor is padded before.
+
+        Raises:
+            ValueError: Shards would differ in length, and the attention backend is not of cqs.
+        """
+        if spec.expected_dims not in (None, whole.ndim):  # without a dimension of tokens
             return whole
         dim, parts = spec.split_dim, [whole]
         if whole.shape[dim] % self._num_ranks and not self._uses_cqs():

@@ -42,6 +42,8 @@ class Attention(Module):
         """Numbers of keys before and after the position of a query that it sees, -1 for all."""
 
     _sharding_config: Any
+    """torchtitan's ``ShardingConfig``: placements of the arguments of :meth:`forward` as they come,
+    and as they are computed with; ``None`` without."""
 
     def __init__(self, config: Config) -> None:
         """Create the module; it has no parameters."""
@@ -55,7 +57,8 @@ class Attention(Module):
             mesh = parallel_dims.get_mesh("cp")
             self.compute = partial(cqs.distributed.attention, group=mesh, backend=self.backend)
         if (sharding := self._sharding_config) is not None:
-            # The sharding of torchtitan's models gathers the keys and values of all ranks.
+            # The sharding of torchtitan's models gathers the keys and values of all ranks. With the
+            # same placements before and after, they stay shards.
             shards = sharding.in_src_shardings
             self._sharding_config = replace(
                 sharding,

@@ -99,6 +99,11 @@ def find_tokens(shard: Tensor, mesh: DeviceMesh | None) -> range | None:
 
 @uncompiled
 def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
+    """Return the positions for :func:`find_tokens`, outside of ``torch.compile``.
+
+    ``errors_shared`` raises an error of one rank on all; ``agree`` compares their requests and
+    returns the lengths of all, of which a layer has only the first.
+    """
     group, tensor_group = mesh.get_group("sequence"), mesh.get_group("tensor")
     with errors_shared(group):  # ranks of other tensor axes wait for this one
         with errors_shared(tensor_group):

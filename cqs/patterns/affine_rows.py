@@ -46,6 +46,14 @@ def as_pieces(rows: Rows) -> Iterator[Piece]:
 
 
 def _as_piece(rows: Rows, queries: range, rules: tuple[bool, ...]) -> Piece:
+    """Return the piece of a run of rows.
+
+    Args:
+        rows: All rows.
+        queries: Indices of the rows of the run, each with keys.
+        rules: Whether all rows are equal; whether first keys advance by one per row, or stay in one
+            cell of ``rows.step`` keys; and both for last keys.
+    """
     first, step = rows.start[queries[0]], rows.step[queries[0]]
     last, final = rows.last[queries[0]], rows.last[queries[-1]]
     is_constant, start_advances, _, last_advances, _ = rules
@@ -57,5 +65,6 @@ def _as_piece(rows: Rows, queries: range, rules: tuple[bool, ...]) -> Piece:
         start, low = 0, (first - queries[0]) // step
     if last_advances:
         stop, high = max(last, final) + 1, (last - queries[0]) // step
+    # A row sees the key at its own place in each of the cells ``low`` to ``high`` after its own.
     cells = Axis(queries, -((first - queries[0]) % step), step, step)
     return Piece(cells, Axis(range(start, stop), 0, step, step), low, high, 0, 0)

@@ -77,6 +77,13 @@ def _check_pairs(number: int) -> None:
 
 
 def _intersect(one: Piece, other: Piece) -> list[Piece]:
+    """Return the pairs that are in both pieces, as disjoint pieces.
+
+    A plain piece is a band of tokens, others have cells. The simpler one becomes ``other``.
+
+    Raises:
+        UnequalStepsError: The cells of the pieces, or of both sides of one, have different steps.
+    """
     if not one.meets(other.queries.tokens, other.keys.tokens):
         return []
     if one.is_rectangle or (one.is_plain and not other.is_rectangle):

@@ -40,9 +40,10 @@ class BoundDocuments(BoundPattern):
         """
         has_pairs = (np.diff(ends) > 0) & (np.diff(ends_kv) > 0)
         if (number := np.count_nonzero(has_pairs)) > MAX_PIECES:
-            raise ValueError(f"documents must be at most {MAX_PIECES} with queries, got {number}")
+            raise ValueError(f"documents with pairs must be at most {MAX_PIECES}, got {number}")
         marks = ends[:-1], ends[1:], ends_kv[:-1], ends_kv[1:]
         starts, stops, key_starts, key_stops = (edges[has_pairs] for edges in marks)
+        # ``blocks`` of the base class has pairs beside the pieces, of which documents have none.
         fields: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "blocks": None}
         fields |= {"is_causal": is_causal, "starts": starts, "stops": stops}
         fields |= {"key_starts": key_starts, "key_stops": key_stops}

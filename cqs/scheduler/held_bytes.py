@@ -236,6 +236,7 @@ class _Backward(_Chunk):
     def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)
         self._gradients, self._sums = self.inputs, [0.0, 0.0]
+        """Bytes of a row of gradients of queries and keys, and of the sums that are held."""
         self._shard_sums = self._scratch = 0.0
         # Gradients of the output are received; output and LSE unless they were kept.
         answer = self.result - self.lse + self.result * (not rows.is_final)
@@ -267,6 +268,7 @@ class _Backward(_Chunk):
                 self._sums[side] = number
 
     def free(self, current: Round[Flow], sides: tuple[int, ...]) -> Transfer:
+        """Free tokens, and send their gradients back; sums are first converted to their dtype."""
         self.memory.hold(-sum(self._tokens[side] for side in sides))
         sums = sum(self._sums[side] for side in sides)
         if self.wider > 1:

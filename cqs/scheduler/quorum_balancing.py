@@ -1,5 +1,9 @@
 """Balance the live pairs of a pattern across tasks that hold quorums.
 
+The quorum of task t are the groups ``t + a`` modulo the number of tasks, for every a of the
+interest set; any two groups are in the quorum of some task. A strip is a run of rows of one query
+group with the keys of a key group. Its work is its number of live pairs.
+
 With a pattern, groups of equal length do not hold equal work. Balancing has four phases:
 
 1. Assign every pair of groups to a task whose quorum holds both: the owner in a plan without a
@@ -36,7 +40,7 @@ def balance_quorums(token_groups: TokenGroups, interest_set: tuple[int, ...]) ->
     rows, columns = list(enumerate(token_groups.queries)), range(len(token_groups.keys))
     strips = list(token_groups.live_strips(rows, columns))
     mean = -(-sum(strip.live_pairs for strip in strips) // token_groups.number)
-    tolerated = mean // TOLERANCE
+    tolerated = mean // TOLERANCE  # a divisor
     balancer = QuorumBalancer(token_groups, mean + tolerated, mean + tolerated // 2, interest_set)
     balancer.assign(strips)
     balancer.rebalance(max(tolerated, 1), within_quorums=True)

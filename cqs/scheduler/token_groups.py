@@ -118,6 +118,8 @@ class TokenGroups:
             return self.join(chain(*strips)) if queries else []
         square = None
         if self.is_causal:
+            # The first key of the rows' causal square: keys are cut where queries are, so that who
+            # has it has the whole square.
             first = queries.start + self.seqlen_kv - self.seqlen_q
             if any(key_range.start <= first < key_range.stop for key_range in keys):
                 square = range(first, first + len(queries))

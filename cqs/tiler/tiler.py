@@ -18,7 +18,7 @@ class Tiler:
     """
 
     def __init__(self, plan: Plan, output: Tensor, lse: Tensor):
-        """Start with no partial outputs; rows of groups without a task are filled at once.
+        """Start with no partial outputs; rows without a task get output 0 and LSE -inf.
 
         Args:
             plan: The plan whose tasks will be added.

@@ -55,10 +55,14 @@ class _Cpu(CallBackend):
         return None
 
     def attend(self, operands: Operands) -> Partial:
-        query, key, value, is_causal, scale, visible, _, _, terms, addend = operands
+        """Pad the tensors to what the kernel computes accurately, call it, and cut the padding.
+
+        ``operands.addend`` is the mask as an addend; with terms there is none.
+        """
+        query, key, value, is_causal, scale, visible, _, _, terms, addend = operands  # no dropout
         num_queries, head_dim = query.shape[2:]
         padded, positive_scale = query, scale
-        if scale < MIN_SCALE:
+        if scale < MIN_SCALE:  # negative, or too small for the kernel
             padded, positive_scale = with_positive_scale(query, scale)
         num_padding, num_columns = padding_rows(num_queries), max(_LEAST_COLUMNS - head_dim, 0)
         if num_padding or num_columns:
@@ -71,7 +75,7 @@ class _Cpu(CallBackend):
             and min(strides[2], key.stride(2), value.stride(2)) >= columns
         ):
             padded, key, value = with_adjacent_columns(padded, key, value)
-        if (addend is None or num_padding) and not visible is terms is None:
+        if (addend is None or num_padding) and (visible is not None or terms is not None):
             addend = _addend(operands, num_padding)
         output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
             padded,

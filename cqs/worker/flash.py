@@ -50,6 +50,11 @@ class _Flash(CallBackend):
         return _why_not_importable()
 
     def attend(self, operands: Operands) -> Partial:
+        """Compute output and LSE of full or causal attention in one call of the kernel.
+
+        Other options have no effect here: :meth:`why_not` and the class exclude them. The kernel
+        requires a positive scale, so the query takes the sign of a negative one.
+        """
         from flash_attn.cute.interface import _flash_attn_fwd
 
         query, key, value, is_causal, scale, *_ = operands

@@ -111,14 +111,18 @@ def _compile_kind(kind: Hashable) -> Callable[..., Any]:
 
 
 def _score_mod_of(pairs: PairTerms, operands: Operands) -> Callable[..., Tensor]:
-    """Return the score function of a call's row numbers, with all terms and the causal mask.
+    """Return FlexAttention's score function of a call: scale, all terms and the causal mask.
 
-    It reads scale and soft cap from tensors: PyTorch does not compile it for another number.
+    FlexAttention passes numbers of batch elements, heads, rows and columns of the call. Bias and
+    causal mask take these. ALiBi and the user's function take the positions of rows and columns in
+    the whole sequence, ``pairs.positions``; the latter also batch element and head of the problem.
+
+    Scale and soft cap are read from tensors, so that PyTorch does not compile again for others.
     """
     terms, score_mod = pairs.terms, pairs.terms.score_mod
     assert pairs.positions is not None and score_mod is not None
     queries, keys = pairs.positions
-    shifted = queries + terms.distance
+    shifted = queries + terms.distance  # ALiBi is 0 for a key at this position
     is_causal, slopes = operands.is_causal, terms.alibi_slopes
     scale, cap = queries.new_tensor([operands.scale, terms.softcap], dtype=torch.float32)
     is_capped = bool(terms.softcap)

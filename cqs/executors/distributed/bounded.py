@@ -146,23 +146,28 @@ def _choose_order(
 
 
 def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
-    """Return the most bytes that any rank holds, given the layout of one.
+    """Return the most bytes that any rank holds at a time, with its send buffer.
 
     If the limit is free memory, results and gradients are included.
+
+    Args:
+        limit: Shape and options of the call.
+        layout: The layout of any rank: its routes have the flows of all.
+        with_gradients: Whether to count a backward pass too.
     """
     shards = layout.query_route.shards, layout.key_route.shards
-    head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks
+    head_parallel = len(shards[QUERIES]) // layout.plan.num_tasks  # ranks that share a task
     devices = [
         DeviceRows(
-            [
+            rounds=[
                 Round((queries.flows[rank], keys.flows[rank]), receives, returns)
                 for (queries, keys), receives, returns, _ in layout.rounds
             ],
-            (len(shard), len(key_shard)),
-            (head_parallel, min(head_parallel, limit.shape.kv_heads)),
-            None if layout.is_bounded else limit.num_turns,
-            layout.result_route.flows[rank],
-            layout.separate[rank],
+            shard=(len(shard), len(key_shard)),
+            head_groups=(head_parallel, min(head_parallel, limit.shape.kv_heads)),
+            num_turns=None if layout.is_bounded else limit.num_turns,
+            results=layout.result_route.flows[rank],
+            separate=layout.separate[rank],
             is_final=layout.is_final,
             with_lse=limit.with_lse,
         )

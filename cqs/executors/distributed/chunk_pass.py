@@ -337,11 +337,15 @@ class BackwardPass(ChunkPass):
         return self.send_back(results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
-        """Add gradients of this rank's shard, or write their sum if they are all there are."""
+        """Add gradients that ranks sent back for this rank's shard.
+
+        Without a limit of memory one exchange brings all of them, and their sum is written. With a
+        limit every exchange brings those of one side, and :meth:`finish` writes the sum.
+        """
         if not self.layout.is_bounded:
             add_gradients(self._gradients(), received, self.layout, self.chunk)
             return
-        (side,) = sides  # of query, key and value, keys come after queries
+        (side,) = sides  # QUERIES = 0: that of query; KEYS = 1: those of key and value, 1 and 2
         for number, tensor in enumerate(received, side):
             groups = by_heads(current.routes[side], self.chunk.heads[number])
             for heads, places in groups.items():

@@ -106,10 +106,12 @@ def lay_out_fetch(
 ) -> list[PacketLayout]:
     """Return the layouts of the packets that send rows to the ranks which compute with them.
 
+    Adjacent tensors with the same route, dtype and shape share a packet.
+
     Args:
         shards: This rank's tensors, each ``[batch, heads, rows, ...]``.
-        heads: For each tensor, the heads that every rank requires.
-        routes: For each tensor, its route.
+        heads: For each tensor, the heads that every rank requires, equally many of each.
+        routes: For each tensor, the rows that ranks send and receive.
     """
     layouts = []
     for route, chosen in by_route(shards, routes):

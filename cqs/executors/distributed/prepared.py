@@ -302,8 +302,12 @@ def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -
 
     Args:
         group: The process group; ``None`` means the default group.
-        number: Number of the call.
-        compute: Computes the gradients.
+        number: Number of the call, that of its forward pass.
+        compute: Computes the gradients, given ``number``.
+
+    Raises:
+        ValueError: Another rank runs the backward pass of another call.
+        RuntimeError: A rank has failed, or two threads have made calls at the same time.
     """
     calls = calls_on(group)
     with calls.call():

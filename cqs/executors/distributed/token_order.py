@@ -45,12 +45,14 @@ def make_rounds(
 
     Args:
         resident: The resident side.
-        batches: For every batch the rows of its resident side, and rows and steps of its parts.
+        batches: For every batch the rows of its resident side, and its parts: the rows of the
+            streamed side and the steps of each. Rows are routes, or stand for them.
     """
     rounds, sides = [], ((resident,), (1 - resident,))
-    for route, parts in batches:
-        for i, (part, steps) in enumerate(parts):
-            routes = (route, part) if resident == QUERIES else (part, route)
+    for stays, parts in batches:
+        for i, (passes, steps) in enumerate(parts):
+            routes = (stays, passes) if resident == QUERIES else (passes, stays)
+            # The first round also receives the resident side, and the last returns its results.
             is_last = i == len(parts) - 1
             rounds.append(Round(routes, sides[i > 0 :], sides[::-1][: 1 + is_last], steps))
     return rounds

@@ -264,12 +264,16 @@ def _bounds_exponents(operands: TaskOperands) -> bool:
 
 
 class _Lists(NamedTuple):
-    """Tiles and runs of a launch, on the device."""
+    """Tiles and runs of a launch, on the device; tiles.py defines them and their fields."""
 
     steps: Steps
+    """Tokens from a row to the next one, and from a column to the next one."""
     tiles: Tensor
+    """int32 ``[num_tiles, fields]``: the rows of each tile, and its runs."""
     runs: Tensor
+    """int32 ``[num_runs, fields]``: columns that a tile visits, and the band of live pairs."""
     mask_bits: Tensor | None
+    """Bits of the pairs of irregular patterns; ``None`` if there are none."""
     num_rows: int
     """Number of rows of all tiles."""
     blocks: np.ndarray
@@ -347,7 +351,17 @@ def _make_lists(
     tiles_are_keys: bool = False,
     packed: bool = False,
 ) -> list[_Lists]:
-    """Return the launches whose tiles are of queries, or of keys; see tiles.py."""
+    """Return the launches of a pass, one for each pair of steps; kept with their device tensors.
+
+    Args:
+        device: Device of the tables.
+        work: Block rows with their live pairs.
+        tile_rows: Rows of a tile.
+        block: Columns that a tile visits at a time.
+        tiles_are_keys: Whether tiles are of keys and runs of queries; otherwise the reverse.
+        packed: Whether results of block rows lie one after another; otherwise they are at the rows
+            of the query.
+    """
     lists = []
     for launch in key_launches(work) if tiles_are_keys else query_launches(work, packed=packed):
         tile_list = make_tile_list(launch, tile_rows, block)

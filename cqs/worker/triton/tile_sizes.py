@@ -112,7 +112,7 @@ def is_for_hopper(query: Tensor) -> bool:
 
 def _hopper_kernels_support(operands: TaskOperands) -> bool:
     """Return whether the Hopper kernels support the options; otherwise the plain kernels do."""
-    terms = operands.terms
+    terms = operands.terms  # with the bias of these rows; ``terms.terms`` are those of the problem
     if operands.dropout is not None or (terms is not None and terms.bias is not None):
         return False
     if terms is None:

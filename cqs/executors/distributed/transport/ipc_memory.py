@@ -95,14 +95,18 @@ class IpcMemory:
     def grow(self, control: Any, num_bytes: int) -> None:
         """Replace the buffer by a larger one; every rank must call this.
 
-        Only CUDA graphs may still use the old buffer; if they do, it is kept.
+        The caller no longer uses the old buffer. It is kept for CUDA graphs, if they may use it.
+
+        Args:
+            control: Process group of all ranks for CPU tensors.
+            num_bytes: Size of the new buffer.
 
         Raises:
             torch.OutOfMemoryError: A rank has too little device memory; no rank has a buffer then.
             RuntimeError: A rank has failed.
         """
         torch.cuda.synchronize(self._device)  # this rank copies from no peer's buffer any more
-        if self.is_captured:
+        if self.is_captured:  # equal on all ranks, which capture the same calls
             self.captured_addresses.append(self.addresses[self.rank])
             self._forget()
         else:

@@ -307,6 +307,10 @@ class PeerMemory(Transport):
 
         The open pass ends in the old buffer, which CUDA graphs may still use. The caller opens it
         again in the new buffer.
+
+        Raises:
+            RuntimeError: The group was destroyed, a rank has failed, or a CUDA graph is captured.
+            torch.OutOfMemoryError: A rank has too little memory for the buffer.
         """
         if (group := self._group()) is None:
             raise RuntimeError("the process group was destroyed; make a new one")

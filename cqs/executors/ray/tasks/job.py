@@ -299,14 +299,26 @@ def attend_task(
 def differentiate_task(
     worker: Worker, task: Task, groups: Sequence[Group], *held: HeldTokens
 ) -> TaskResults:
-    """Compute the gradients of a task by group, from the tensors of ``Worker.run_backward``."""
+    """Compute the gradients of a task by group.
+
+    Args:
+        worker: Backend and settings of the computation.
+        task: The task.
+        groups: Groups of queries and of keys whose results are needed.
+        held: Query, gradient of the output, output and LSE of the held queries, then key and value
+            of the held keys.
+
+    Returns:
+        One part for each group, with all its rows: the gradient of the query, or of key and value.
+    """
     ranges = task.held_queries, task.held_keys, task.held_keys
     gradients = worker.run_backward(task.steps, *held)
     query_gradient, *key_gradients = map(HeldTokens, gradients, ranges)
     parts: TaskResults = {}
     for group in groups:
         side = key_gradients if group.is_of_keys else [query_gradient]
-        parts[group] = [(slice(None), tuple(held.take([group.tokens]) for held in side))]
+        rows = tuple(gradient.take([group.tokens]) for gradient in side)
+        parts[group] = [(slice(None), rows)]
     return parts
 
 
