@@ -116,6 +116,7 @@ class _Attention(torch.autograd.Function):
         attend: Callable[[Problem], Attended],
         *leaves: Tensor,
     ) -> Partial:
+        """Compute the answer, and save the tensors that the backward pass needs."""
         answer, kept, differentiate = attend(
             replace(problem, query=query, key=key, value=value, sinks=sinks)
         )
@@ -130,6 +131,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value, sinks and leaves of the score terms."""
         if torch.is_grad_enabled():  # autograd records this pass, to differentiate it again
             raise NotImplementedError(
                 "attention can be differentiated only once: leave out create_graph=True"

@@ -76,6 +76,7 @@ def _make_once(
     are_recorded: tuple[bool, ...],
     *options: Any,
 ) -> Any:
+    """Make the value of a kind of call from tensors without memory; runs once for each kind."""
     stand_ins = (
         torch.empty((), dtype=dtype, device=device).expand(size).requires_grad_(is_recorded)
         for size, dtype, device, is_recorded in zip(

@@ -36,6 +36,7 @@ def is_observed() -> bool:
 def _observed(
     name: str, plan: Plan, num_bytes: int, name_backend: Callable[[], str]
 ) -> Iterator[None]:
+    """Name the block for PyTorch's profiler, and log it at level DEBUG."""
     start = perf_counter()
     with profiler.record_function(f"cqs.{name}"):
         yield

@@ -104,6 +104,8 @@ def _add_member(enum: Any, value: str) -> None:
 
 
 def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
+    """Return the function of an attention backend of diffusers."""
+
     def attend(
         query: Tensor,
         key: Tensor,
@@ -256,6 +258,8 @@ def _with_dispatch(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_any_length(enable: Callable[..., None]) -> Callable[..., None]:
+    """Return ``enable_parallelism`` for shards of any length if layers use cqs."""
+
     @wraps(enable)
     def enable_parallelism(self: Any, *, config: Any, cp_plan: Any = None) -> None:
         if isinstance(config, ContextParallelConfig):

@@ -169,6 +169,7 @@ def _attend_bloom(
     output_attentions: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Replace the forward method of Bloom's attention."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
@@ -193,6 +194,7 @@ def _attend_mpt(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Replace the forward method of MPT's attention."""
     mixed = self.Wqkv(hidden_states)
     if self.clip_qkv:
         mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)

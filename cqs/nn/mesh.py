@@ -123,6 +123,7 @@ def _agree_on_tokens(shard: Tensor, mesh: DeviceMesh) -> range:
 
 
 def _check_shard(shard: Tensor, mesh: DeviceMesh) -> None:
+    """Raise TypeError or ValueError unless the rows are a tensor on the mesh's device."""
     if not isinstance(shard, Tensor):
         raise TypeError(f"hidden must be a tensor, got {type(shard).__name__}")
     if isinstance(shard, DTensor):

@@ -227,6 +227,7 @@ class Combination(Pattern):
         return self.left.offsets(lengths) | self.right.offsets(lengths)
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
+        """Combine both sides for these lengths: as pieces, or as blocks if their steps differ."""
         left, right = self.left.bind(*lengths), self.right.bind(*lengths)
         one, other = self.left.offsets(lengths), self.right.offsets(lengths)
         if one and other and one != other:

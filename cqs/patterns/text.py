@@ -54,6 +54,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def _evaluate(node: ast.expr) -> Any:
+    """Return the value of an expression of calls, literals and operators."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=options) if name in _CALLS:
             given = {option.arg: _evaluate(option.value) for option in options if option.arg}

@@ -118,6 +118,7 @@ def _tiles(tokens: float) -> int:
 
 
 def _pairs_of_residues(piece: Piece) -> Iterator[View]:
+    """Yield a view for each offset of a query and a key in their cells."""
     rows, columns = piece.queries, piece.keys
     for offset in range(rows.width):
         first = max(offset + piece.inner_low, 0)
@@ -158,6 +159,7 @@ def _view(
 
 
 def _pairs_of_cells(piece: Piece) -> Iterator[View]:
+    """Yield a view for each pair of a cell of queries and a cell of keys."""
     rows, columns = piece.queries, piece.keys
     (a, a_last), (b, b_last) = rows.cells(), columns.cells()
     for cell in range(a, a_last + 1):

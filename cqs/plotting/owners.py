@@ -80,6 +80,7 @@ def save_owners(plan: Plan, path: str | Path) -> None:
 
 
 def _draw_blocks(plan: Plan, axes: Any, colors: list[str]) -> None:
+    """Draw the blocks of each task in its color, with its number if there are few."""
     from matplotlib.collections import PolyCollection
 
     polygons = [_outline(block) for task in plan.tasks for block in task.blocks]
@@ -119,6 +120,7 @@ def _outline(block: Block) -> list[tuple[int, int]]:
 
 
 def _draw_live_pairs(plan: Plan, axes: Any, colors: list[str]) -> None:
+    """Draw cells in the color of the task with most of their live pairs, paler with fewer pairs."""
     import numpy as np
     from matplotlib.colors import to_rgba
 

@@ -115,6 +115,7 @@ class RayDriver(LocalDriver):
         return work.run(executor, plan), executor.reports[0]
 
     def _check(self, work: MeasuredPass, plan: Plan) -> list[TaskBytes]:
+        """Verify the result of a plan, and return the predicted and measured bytes of its tasks."""
         result, report = self._run(work, plan)
         work.verify(result)
         return [

@@ -167,6 +167,7 @@ def describe_device() -> str:
 
 
 def _commit() -> str:
+    """Return the commit of this package's repository, or an empty string without one."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         output = subprocess.check_output(

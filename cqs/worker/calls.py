@@ -100,6 +100,7 @@ class Call(NamedTuple):
         return self._select(tensor, place and place[0], self.view.keys, 0)
 
     def _select(self, tensor: Tensor, index: Any, tokens: range, first: int) -> Tensor:
+        """Return rows of a tensor without a copy; of ``index``, ``number`` runs of them."""
         if index is None:
             return tensor[:, :, tokens.start - first : tokens.stop - first : tokens.step]
         heads = tensor[index]

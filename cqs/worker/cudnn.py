@@ -36,6 +36,7 @@ class _Cudnn(CallBackend):
         return None
 
     def attend(self, operands: Operands) -> Partial:
+        """Compute output and LSE of full or causal attention in one call of cuDNN."""
         query, key, value, is_causal, scale, *_ = operands
         query, scale = with_positive_scale(query, scale)
         output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(

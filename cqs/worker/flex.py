@@ -68,6 +68,7 @@ FLEX = _Flex()
 
 
 def _attend_compiled(operands: Operands, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    """Compute output and LSE by FlexAttention, compiled once for each kind of score function."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     pairs = operands.terms

@@ -74,6 +74,7 @@ def _step_views(
     queries: tuple[range, ...],
     keys: tuple[range, ...],
 ) -> tuple[View, ...]:
+    """Return the live pairs of a step as rows of tensors that hold these queries and keys."""
     rows = rows_of(step.queries, queries)
     views = []
     for tokens in step.keys:

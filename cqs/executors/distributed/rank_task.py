@@ -171,6 +171,7 @@ class RankTask:
             return run_chunks(passes, num_turns, on_stream, allocate)
 
     def _worker_of(self, chunk: HeadChunk, terms: ScoreTerms | None) -> Worker:
+        """Return the worker for the heads of a chunk, on which dropout and terms depend."""
         heads, worker = chunk.query_heads[self.layout.rank], self.worker
         if worker.dropout is not None:
             worker = replace(worker, dropout=worker.dropout.moved(0, heads.start))

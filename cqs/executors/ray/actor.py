@@ -186,6 +186,17 @@ class TaskActor(ShardActor):
         sides: Sequence[Sequence[Sent]],
         begun: float,
     ) -> tuple[TaskReport, TaskResults, list[Tensor]]:
+        """Compute one task.
+
+        Args:
+            settings: The run.
+            call: The task, and the groups for which its results are needed.
+            sides: Tensors of the queries, and of the keys, with all tokens that the task holds.
+            begun: Time at which this process began to load them, in seconds since the epoch.
+
+        Returns:
+            The measurements, the parts by group, and the gradients of the score terms.
+        """
         task, worker = call.task, settings.worker
         terms = job.terms_of_task(settings, call, self._device)
         worker = replace(worker, terms=terms)

@@ -391,6 +391,7 @@ class Calls:
                 yield self.fail(actor, TimeoutError(f"no answer for {limit:g} s"))
 
     def _get(self, ref: Any) -> Answer:
+        """Return the answer of a call that has ended; remove its actor if that has failed."""
         actor, start, errors = self._actors[ref], time.perf_counter(), self._ray.exceptions
         value: Any = None
         raised: Exception | None = None

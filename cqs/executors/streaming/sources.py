@@ -344,6 +344,7 @@ def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
 
 
 def _in_safetensors(path: Path, name: str) -> InFile:
+    """Return a tensor of a safetensors file, of which only the header is read."""
     check_input_file(path)
     try:
         # safe_open validates the header, but does not tell where the data are.

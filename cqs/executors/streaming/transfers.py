@@ -115,6 +115,7 @@ class GpuCopies(DeviceCopies):
             copies.stream.synchronize()
 
     def _download(self, sent: list[Tensor], after: Any, target: Target, place: RowsOfHeads) -> None:
+        """Copy a tensor of the GPU to rows of a target, through buffers if it is not pinned."""
         tensor, copies = sent.pop(), self._downloads
         copies.stream.wait_event(after)
         if isinstance(target, Tensor) and target.is_pinned():

@@ -80,6 +80,7 @@ class Quorums:
         return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
+        """Return the steps of a task without a pattern; two tasks share pairs W/2 apart."""
         num_tasks = groups.number
         offsets = pair_offsets(self.interest_set, num_tasks).partners
         pair = shared_pair(index, self.interest_set, num_tasks)

@@ -219,6 +219,7 @@ class PeerMemory(Transport):
         is_idle.wait(seconds)
 
     def _release(self, is_idle: threading.Event) -> None:
+        """Write to all flags until the streams are idle, and for a while if graphs may run."""
         cuda_driver.relax_capture()
         memory = self._memory
         has_replays = memory.is_captured or memory.captured_addresses

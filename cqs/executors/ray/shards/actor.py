@@ -221,6 +221,7 @@ class ShardActor:
         return self._device.type == "cuda"
 
     def _as_shard(self, producer: ShardProducer, returned: Any) -> tuple[Tensor, ...]:
+        """Return the result of a producer's function as tensors on the device."""
         several = returned if isinstance(returned, (tuple, list)) else (returned,)
         wrong = [type(value).__name__ for value in several if not isinstance(value, Tensor)]
         if wrong or not several:

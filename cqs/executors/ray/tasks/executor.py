@@ -79,6 +79,7 @@ class TaskExecutor:
         return part.backend or "chosen by the workers"
 
     def _compute(self, job: Job, backend: str | None, hooks: Hooks) -> None:
+        """Run a job; run it again without shared memory if that fails, or memory is short."""
         pool, cancelled = self._dispatcher.pool, hooks.cancelled or threading.Event()
         job.synchronize()  # actors do not wait for kernels of this thread
 

@@ -186,6 +186,7 @@ class OpenedMemory:
         return shared.layout.view(memory[shared.offset :])
 
     def _open_file(self, shared: SharedTensor) -> Tensor:
+        """Return the bytes of host memory, which is registered with CUDA if there is a GPU."""
         path, name = shared.handle.decode().split()
         try:
             with open(path, "r+b", buffering=0) as file:
@@ -201,6 +202,7 @@ class OpenedMemory:
         return memory
 
     def _open_gpu_memory(self, shared: SharedTensor) -> Tensor:
+        """Return the bytes of an allocation of a GPU, of this process or another."""
         address, device = shared.base, torch.device("cuda", self._device.index or 0)
         known = self._memories.get(shared.handle)  # that of another allocation in the same block
         with torch.cuda.device(device):
