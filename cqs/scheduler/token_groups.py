@@ -59,10 +59,10 @@ class TokenGroups:
         has_diagonal = self.is_causal or self.pattern is not None
         return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
 
-    def keys_of(self, groups: Iterable[int]) -> tuple[range, ...]:
-        """Return the keys of some groups in ascending ranges."""
+    def keys_of(self, groups: Iterable[int]) -> list[range]:
+        """Return the key groups of some groups."""
         laps = range(0, len(self.keys), self.number)
-        return join_ranges([self.keys[lap + group] for group in groups for lap in laps])
+        return [self.keys[lap + group] for group in groups for lap in laps]
 
     def count(self, queries: range, keys: range) -> int:
         """Return the number of live pairs of a range of queries and a range of keys."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from cqs.arguments import as_bool, as_integer
 from cqs.scheduler.balancing import balance_rows
-from cqs.scheduler.task import Step
+from cqs.scheduler.task import Step, join_ranges
 from cqs.scheduler.token_groups import Strip, TokenGroups
 
 
@@ -92,7 +92,7 @@ class Grid2D:
 
         @cache
         def balanced(column: tuple[int, ...]) -> list[list[Strip]]:
-            keys = groups.keys_of(column)
+            keys = join_ranges(groups.keys_of(column))
             strips = [[groups.strip(first, rows, keys)] for first, rows in blocks.items()]
             return balance_rows(strips, groups) if self.is_balanced else strips
 

@@ -1,12 +1,13 @@
 """Plans by cyclic quorum sets."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
-from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.quorum import owner_offsets, shared_pair
 from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
@@ -80,15 +81,15 @@ class Quorums:
         return lambda index: groups.join(shares[index])
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
-        num_tasks = groups.number
-        offsets = pair_offsets(self.interest_set, num_tasks).partners
+        num_tasks, seen = groups.number, defaultdict[int, list[int]](list)
+        for distance, owners in owner_offsets(self.interest_set, num_tasks).items():
+            if len(owners) == 1:
+                group = (owners[0] + index) % num_tasks
+                seen[group].append((group + distance) % num_tasks)
         pair = shared_pair(index, self.interest_set, num_tasks)
         steps = []
-        for group in quorum(index, self.interest_set, num_tasks):
-            rows = groups.queries[group]
-            partners = [
-                (b + index) % num_tasks for b in offsets.get((group - index) % num_tasks, ())
-            ]
+        for group in sorted({*seen, *(pair or ())}):
+            rows, partners = groups.queries[group], seen[group]
             parts = [(rows, partners)]
             if pair and group in pair:
                 half = pair.index(group)
@@ -103,6 +104,6 @@ class Quorums:
                         (rows[:middle], partners + [other] * (half == 0)),
                         (rows[middle:], partners + [other] * (half == 1)),
                     ]
-            for queries, seen in parts:
-                steps += groups.steps_of_group(group, queries, groups.keys_of(seen))
+            for queries, key_groups in parts:
+                steps += groups.steps_of_group(group, queries, groups.keys_of(key_groups))
         return steps
