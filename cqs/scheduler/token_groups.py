@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, pairwise, starmap
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from cqs.ranges import overlap
@@ -201,7 +201,7 @@ class TokenGroups:
         for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
             owned = list(group)
             edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
-            joined: list[tuple[range, list[range], int]] = []
+            parts: list[tuple[list[range], range, int]] = []
             for queries in starmap(range, pairwise(sorted(edges))):
                 live = {
                     strip.keys[0]: live_pairs
@@ -209,15 +209,13 @@ class TokenGroups:
                     if queries.start in strip.queries
                     if (live_pairs := self.count(queries, strip.keys[0]))
                 }
-                keys, live_pairs = sorted(live, key=attrgetter("start")), sum(live.values())
-                if joined and joined[-1][1] == keys and joined[-1][0].stop == queries.start:
-                    above, _, pairs_above = joined.pop()
-                    queries, live_pairs = range(above.start, queries.stop), pairs_above + live_pairs
+                keys = sorted(live, key=attrgetter("start"))
+                parts.append((keys, queries, sum(live.values())))
+            for keys, run in groupby(parts, itemgetter(0)):
+                _, spans, numbers = zip(*run, strict=True)
                 if keys:
-                    joined.append((queries, keys, live_pairs))
-            for queries, keys, live_pairs in joined:
-                rows = self._seeing(queries, keys)
-                steps.append(Step(query_group, rows, join_ranges(keys), None, live_pairs))
+                    rows = self._seeing(range(spans[0].start, spans[-1].stop), keys)
+                    steps.append(Step(query_group, rows, join_ranges(keys), None, sum(numbers)))
         return steps
 
     def held_keys(self, steps: Iterable[Step]) -> list[int]:
