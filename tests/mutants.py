@@ -384,16 +384,16 @@ FAULTS = (
     Fault(
         "two tasks own all of a pair at distance W / 2",
         "scheduler/quorum.py",
-        "shared = chosen.pop(num_tasks // 2, None) if num_tasks % 2 == 0 else None",
-        "shared = chosen.get(num_tasks // 2, None) if num_tasks % 2 == 0 else None",
+        "if 2 * distance == num_tasks:",
+        "if 2 * distance == num_tasks - 1:",
         "scheduler/test_quorum.py::test_pairs_are_shared_exactly_when_the_number_of_tasks_is_even; "
         "scheduler/test_quorum.py::test_every_task_owns_equally_many_pairs_and_its_diagonal",
     ),
     Fault(
         "distances d and W - d are different classes",
         "scheduler/quorum.py",
-        "chosen.setdefault(min((a - b) % num_tasks, (b - a) % num_tasks), (b, a))",
-        "chosen.setdefault((a - b) % num_tasks, (b, a))",
+        "offsets[distance], offsets[num_tasks - distance] = (b,), (a,)",
+        "offsets[distance] = (b,)",
         "scheduler/test_quorum.py::test_every_task_owns_equally_many_pairs_and_its_diagonal",
     ),
     Fault(
@@ -406,8 +406,8 @@ FAULTS = (
     Fault(
         "a shared pair of the prefix is left out",
         "scheduler/kinds/quorums.py",
-        "elif (other < group or groups.num_prefix) and",
-        "elif other < group and",
+        "or other < group or groups.num_prefix:",
+        "or other < group:",
         "scheduler/test_exactly_once.py::test_every_single_pair_is_owned_once_when_lengths_differ",
     ),
     Fault(

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 def find_work(plan: Plan) -> Work:
     """Return the work of a plan."""
     steps = tuple(chain.from_iterable(map(attrgetter("steps"), plan.tasks)))
-    if plan.pattern is not None or len(steps) != 1 or steps[0].num_blocks != 1:
+    if plan.pattern is not None or len(steps) != 1 or len(steps[0].blocks()) != 1:
         return Work(steps, None)
     is_whole = len(steps[0].queries) == plan.seqlen_q
     return Work(steps, steps[0].causal_keys is not None if is_whole else None)

@@ -45,7 +45,10 @@ class DeviceRows(NamedTuple):
 
 
 class HeldBytes:
-    """The bytes that a device holds in a pass, besides its shard."""
+    """The bytes that a device holds in a pass, besides its shard.
+
+    The last merges free no bytes here, because nothing is allocated after them.
+    """
 
     def __init__(
         self,
@@ -97,9 +100,8 @@ class HeldBytes:
         self.most = max(self.most, self._now + number)
 
     def hold_gradients(self) -> None:
-        """Hold the gradients of the shard, unless they are held."""
+        """Hold the gradients of the shard."""
         self.hold(self._gradients)
-        self._gradients = 0.0
 
     def exchange(self, sent: list[float], received: list[float], own: float) -> float:
         """Hold packed rows, whose bytes are returned, and those received, with own rows."""
@@ -178,14 +180,14 @@ class _Forward(_Chunk):
 
     def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)
-        self._running, self._separate = 0.0, 0.0
+        self._running = 0.0
         # A merge has weights, and sums unless the output has their dtype.
         self._merge = self.lse + (self.result - self.lse) * self.wider * (self.wider > 1)
         if self.is_bounded:
-            self._add_separate(rows.shard[QUERIES] * rows.head_groups[QUERIES] * self._merge)
+            self.memory.hold(rows.shard[QUERIES] * rows.head_groups[QUERIES] * self._merge)
 
     def compute_own(self) -> None:
-        self._add_separate(self.result * self.rows.separate[0])
+        self.memory.hold(self.result * self.rows.separate[0])
 
     def compute(self, current: Round[Flow]) -> None:
         queries, keys = (flow.received for flow in current.routes)
@@ -211,10 +213,6 @@ class _Forward(_Chunk):
             self.memory.hold(self.result * flow.received - running)
         return self.return_rows([(self.result, flow)], are_freed=True)
 
-    def finish(self) -> None:
-        super().finish()
-        self.memory.hold(-self._separate)
-
     def _compute_apart(self, rows: DeviceRows) -> None:
         row = self.result - self.lse * (rows.is_final and not rows.with_lse)
         is_kept = self.memory.keeps and rows.is_final
@@ -223,11 +221,7 @@ class _Forward(_Chunk):
         self._returning_rows = self.return_rows([(row, rows.results)], are_freed=False)
         if not is_kept:  # an LSE that is not sent
             self.memory.hold_briefly((self.result - row) * rows.results.received)
-        self._add_separate(self.result * rows.separate[1])
-
-    def _add_separate(self, number: float) -> None:
-        self._separate += number
-        self.memory.hold(number)
+        self.memory.hold(self.result * rows.separate[1])
 
 
 class _Backward(_Chunk):
@@ -237,7 +231,7 @@ class _Backward(_Chunk):
         super().__init__(memory, shape, rows)
         self._gradients, self._sums = self.inputs, [0.0, 0.0]
         """Bytes of a row of gradients of queries and keys, and of the sums that are held."""
-        self._shard_sums = self._scratch = 0.0
+        self._scratch = 0.0
         # Gradients of the output are received; output and LSE unless they were kept.
         answer = self.result - self.lse + self.result * (not rows.is_final)
         self.inputs = [answer, 0.0]
@@ -245,9 +239,8 @@ class _Backward(_Chunk):
             self.inputs = [answer + self._gradients[QUERIES], self._gradients[KEYS]]
             groups = zip(rows.shard, rows.head_groups, self._gradients, strict=True)
             sums = sum(n * number * row for n, number, row in groups)
-            self._shard_sums = sums * self.wider * (self.wider > 1)
             memory.hold_gradients()
-            memory.hold(self._shard_sums)
+            memory.hold(sums * self.wider * (self.wider > 1))
         else:
             queries, keys = (flow.received for flow in rows.rounds[0].routes)
             kept = self._gradients[QUERIES] * queries + self._gradients[KEYS] * keys
@@ -278,7 +271,3 @@ class _Backward(_Chunk):
             self._sums[side] = 0.0
         results = [(self._gradients[side], current.routes[side]) for side in sides]
         return self.return_rows(results, are_freed=True)
-
-    def finish(self) -> None:
-        super().finish()
-        self.memory.hold(-self._shard_sums)

@@ -27,7 +27,7 @@ every task reads the fewest tokens possible for its number."""
 MAX_NUM_TASKS = 2**18
 """Largest number of tasks; making its interest set and plan takes 1 to 2 s."""
 _MAX_SIZE = 4096
-"""Largest number of elements. The time of :func:`~cqs.scheduler.quorum.pair_offsets` is quadratic
+"""Largest number of elements. The time of :func:`~cqs.scheduler.quorum.owner_offsets` is quadratic
 in it; 650 elements are enough for ``MAX_NUM_TASKS``."""
 
 

@@ -9,8 +9,10 @@ rest. Every query has all its keys in one task, so nothing is merged.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.scheduler.cost import AttentionShape
+from cqs.scheduler.task import Step
 
 _UNITS = 64
 """Stretches of short documents that a task's queries are divided into, which are given whole."""
@@ -42,14 +45,10 @@ class Ranges(NamedTuple):
     stop: Integers
     """Last token + 1."""
 
-    def task_ranges(self, index: int) -> "Ranges":
-        """Return the ranges of one task."""
+    def task_ranges(self, index: int) -> list[range]:
+        """Return the token ranges of one task."""
         first, end = np.searchsorted(self.task, (index, index + 1))
-        return Ranges(*(array[first:end] for array in self))
-
-    def listed(self) -> list[range]:
-        """Return the token ranges of all tasks."""
-        return list(map(range, self.start.tolist(), self.stop.tolist()))
+        return list(map(range, self.start[first:end].tolist(), self.stop[first:end].tolist()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,9 @@ class Placement:
         """Number of live pairs of each task."""
         task, *ends = self.queries
         before, after = map(self.documents.live_before, ends)
-        return count_by(task, after - before, len(self.marks) - 1)
+        live_pairs = np.zeros(len(self.marks) - 1, np.int64)
+        np.add.at(live_pairs, task, after - before)
+        return live_pairs
 
     @property
     def balance(self) -> float:
@@ -83,11 +84,22 @@ class Placement:
         task, *ends = self.queries
         return unite(Ranges(task, *self.documents.keys_of(*ends)))
 
-    def keys_of(self, queries: range) -> range:
-        """Return the keys that queries read, which have a live pair."""
-        ends = np.array([[queries.start], [queries.stop]])
-        (start,), (stop,) = self.documents.keys_of(*ends)
-        return range(int(start), int(stop))
+    def steps(self, parts: Sequence[tuple[int, range]]) -> list[Step]:
+        """Return a step for every part of the queries that has a live pair.
+
+        Args:
+            parts: For every part the query group of its step, and the queries.
+        """
+        # In arrays, because a count of few rows takes as long as one of many.
+        ends = np.array([(part.start, part.stop) for _, part in parts], np.int64).reshape(-1, 2)
+        live_pairs = np.diff(self.documents.live_before(ends))[:, 0]
+        is_live = live_pairs > 0
+        columns = *self.documents.keys_of(*ends[is_live].T), live_pairs[is_live]
+        counted = zip(compress(parts, is_live), *map(np.ndarray.tolist, columns), strict=True)
+        return [
+            Step(group, queries, (range(start, stop),), None, pairs)
+            for (group, queries), start, stop, pairs in counted
+        ]
 
     @cached_property
     def moved(self) -> tuple[Integers, Integers]:
@@ -306,18 +318,10 @@ def count_rows(marks: Integers, ranges: Ranges) -> Integers:
     Returns:
         Numbers of tokens ``[num_tasks, num_tasks]``, holders first.
     """
-    first = np.searchsorted(marks, ranges.start, side="right") - 1
-    number = np.searchsorted(marks, ranges.stop, side="left") - first
-    i = np.repeat(np.arange(len(number)), number)
-    holder = first[i] + np.arange(len(i)) - np.repeat(np.cumsum(number) - number, number)
-    stops, starts = ranges.stop[i], ranges.start[i]
-    rows = np.minimum(stops, marks[holder + 1]) - np.maximum(starts, marks[holder])
-    num_tasks = len(marks) - 1
-    return count_by(holder * num_tasks + ranges.task[i], rows, num_tasks**2).reshape(num_tasks, -1)
-
-
-def count_by(index: Integers, numbers: Integers, size: int) -> Integers:
-    """Return the sums of the numbers with each index from 0 to ``size - 1``."""
-    sums = np.zeros(size, np.int64)
-    np.add.at(sums, index, numbers)
-    return sums
+    num_tasks, span = len(marks) - 1, int(marks[-1]) + 1
+    # All tasks share one axis, on which task i has the tokens from i * span.
+    start, stop = (np.append(0, ends + ranges.task * span) for ends in ranges[1:])
+    points = np.arange(num_tasks)[:, None] * span + marks
+    last = np.searchsorted(start[1:], points)  # the range that begins last before a point
+    before = np.cumsum(stop - start)[last] - np.maximum(stop[last] - points, 0)
+    return np.asarray(np.diff(before).T)

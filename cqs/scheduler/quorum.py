@@ -1,16 +1,6 @@
 """Cyclic quorums, and the owner of every pair of token groups."""
 
 from functools import lru_cache
-from typing import NamedTuple
-
-
-class PairOffsets(NamedTuple):
-    """Pairs of token groups that task 0 owns. Task w owns the same pairs, shifted by w modulo W."""
-
-    partners: dict[int, tuple[int, ...]]
-    """Query group -> key groups (ascending) of the ordered pairs that task 0 does not share."""
-    shared: tuple[int, int] | None
-    """The two groups at distance W / 2, which two tasks share; ``None`` if W is odd."""
 
 
 def quorum(index: int, interest_set: tuple[int, ...], num_tasks: int) -> tuple[int, ...]:
@@ -29,25 +19,29 @@ def quorum(index: int, interest_set: tuple[int, ...], num_tasks: int) -> tuple[i
 
 
 @lru_cache(maxsize=64)
-def pair_offsets(interest_set: tuple[int, ...], num_tasks: int) -> PairOffsets:
-    """Choose one pair of interest-set elements for every distance modulo ``num_tasks``.
+def owner_offsets(interest_set: tuple[int, ...], num_tasks: int) -> dict[int, tuple[int, ...]]:
+    """Choose the owner of every pair of groups, by the distance from query to key group modulo W.
 
-    Distances d and W - d belong to the same unordered pairs of groups, so one choice (a, b) with
-    a - b = +-d serves both directions. The diagonal is the pair (0, 0). Takes O(m^2) for m
-    elements, which is O(num_tasks) for the sets of :func:`~cqs.scheduler.load_interest_set`.
+    Task ``p - offset`` owns the pairs with query group p, for the offset of their distance. At
+    distance W / 2 there are two offsets, because two tasks share such a pair: p is the first group
+    of the :func:`shared_pair` of one task, and the second group of that of the other task.
+
+    Distances d and W - d belong to the same unordered pairs of groups, so one choice (a, b) of
+    interest-set elements with a - b = +-d serves both directions. The diagonal is the pair (0, 0).
+    Takes O(m^2) for m elements, which is O(num_tasks) for the sets of
+    :func:`~cqs.scheduler.load_interest_set`.
     """
-    chosen: dict[int, tuple[int, int]] = {}
+    offsets: dict[int, tuple[int, ...]] = {0: (0,)}
     for i, a in enumerate(interest_set):
         for b in interest_set[:i]:
-            chosen.setdefault(min((a - b) % num_tasks, (b - a) % num_tasks), (b, a))
-        if len(chosen) == num_tasks // 2:
+            distance = (a - b) % num_tasks
+            if distance not in offsets:
+                offsets[distance], offsets[num_tasks - distance] = (b,), (a,)
+                if 2 * distance == num_tasks:
+                    offsets[distance] = b, a
+        if len(offsets) == num_tasks:
             break  # all distances found; the later elements of a large set are redundant
-    shared = chosen.pop(num_tasks // 2, None) if num_tasks % 2 == 0 else None
-    partners: dict[int, list[int]] = {0: [0]}
-    for a, b in chosen.values():
-        partners.setdefault(a, []).append(b)
-        partners.setdefault(b, []).append(a)
-    return PairOffsets({a: tuple(sorted(bs)) for a, bs in sorted(partners.items())}, shared)
+    return offsets
 
 
 def owned_pairs(
@@ -72,9 +66,9 @@ def owned_pairs(
         ((0, 0), (0, 1), (0, 3), (1, 0), (1, 3), (3, 0), (3, 1))
     """
     pairs = (
-        ((a + index) % num_tasks, (b + index) % num_tasks)
-        for a, key_offsets in pair_offsets(interest_set, num_tasks).partners.items()
-        for b in key_offsets
+        ((offset + index) % num_tasks, (offset + distance + index) % num_tasks)
+        for distance, (offset, *others) in owner_offsets(interest_set, num_tasks).items()
+        if not others
     )
     return tuple(sorted(pairs))
 
@@ -111,7 +105,5 @@ def shared_pair(
         >>> shared_pair(0, (0, 1, 2), 4), shared_pair(2, (0, 1, 2), 4), shared_pair(0, (0, 1), 3)
         ((0, 2), (2, 0), None)
     """
-    shared = pair_offsets(interest_set, num_tasks).shared
-    if shared is None:
-        return None
-    return (shared[0] + index) % num_tasks, (shared[1] + index) % num_tasks
+    first, *second = owner_offsets(interest_set, num_tasks)[num_tasks // 2]
+    return ((first + index) % num_tasks, (second[0] + index) % num_tasks) if second else None

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from operator import or_
 
 from cqs.scheduler.balancing import TOLERANCE, Balancer
-from cqs.scheduler.quorum import pair_offsets
+from cqs.scheduler.quorum import owner_offsets
 from cqs.scheduler.token_groups import Strip, TokenGroups
 
 
@@ -74,12 +74,7 @@ class QuorumBalancer(Balancer):
         self._holding = [0] * self.num_tasks
         """Bit mask of the tasks that hold each group."""
         self._quorum_size = len(interest_set)
-        partners, shared = pair_offsets(interest_set, self.num_tasks)
-        self._owner_offsets: dict[int, tuple[int, ...]] = {
-            (b - a) % self.num_tasks: (a,) for a, groups in partners.items() for b in groups
-        }
-        if shared is not None:
-            self._owner_offsets[self.num_tasks // 2] = shared
+        self._owner_offsets = owner_offsets(interest_set, self.num_tasks)
         self._holder_offsets = [
             [a for a in interest_set if (a + distance) % self.num_tasks in interest_set]
             for distance in range(self.num_tasks)

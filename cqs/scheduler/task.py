@@ -53,11 +53,6 @@ class Step(NamedTuple):
             pairs += len(queries) * (len(queries) + 1) // 2
         return cls(query_group, queries, joined, causal_keys, pairs)
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of rectangles of this step."""
-        return len(self.keys) + (self.causal_keys is not None)
-
     def blocks(self) -> tuple[Block, ...]:
         """Return the rectangles of this step; the causal square comes last."""
         full = tuple(Block(self.queries, keys, False) for keys in self.keys)

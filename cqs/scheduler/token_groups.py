@@ -2,10 +2,10 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise, starmap
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from cqs.ranges import overlap
@@ -53,16 +53,20 @@ class TokenGroups:
         prefix = self._cut(0, self.num_prefix) if self.num_prefix else ()
         return *prefix, *self._cut(self.num_prefix, self.seqlen_kv)
 
+    def merged(self, size: int) -> "TokenGroups":
+        """Return the groups that consist of ``size`` consecutive groups each."""
+        return replace(self, number=self.number // size, parts=self.parts * size)
+
     @property
     def num_prefix(self) -> int:
         """Number of keys before the first query's position, which every causal query sees."""
         has_diagonal = self.is_causal or self.pattern is not None
         return max(self.seqlen_kv - self.seqlen_q, 0) if has_diagonal else 0
 
-    def keys_of(self, groups: Iterable[int]) -> tuple[range, ...]:
-        """Return the keys of some groups in ascending ranges."""
+    def keys_of(self, groups: Iterable[int]) -> list[range]:
+        """Return the key groups of some groups."""
         laps = range(0, len(self.keys), self.number)
-        return join_ranges([self.keys[lap + group] for group in groups for lap in laps])
+        return [self.keys[lap + group] for group in groups for lap in laps]
 
     def count(self, queries: range, keys: range) -> int:
         """Return the number of live pairs of a range of queries and a range of keys."""
@@ -203,7 +207,7 @@ class TokenGroups:
         for query_group, group in groupby(sorted(strips, key=by_query_group), by_query_group):
             owned = list(group)
             edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
-            joined: list[tuple[range, list[range], int]] = []
+            parts: list[tuple[list[range], range, int]] = []
             for queries in starmap(range, pairwise(sorted(edges))):
                 live = {
                     strip.keys[0]: live_pairs
@@ -211,15 +215,13 @@ class TokenGroups:
                     if queries.start in strip.queries
                     if (live_pairs := self.count(queries, strip.keys[0]))
                 }
-                keys, live_pairs = sorted(live, key=attrgetter("start")), sum(live.values())
-                if joined and joined[-1][1] == keys and joined[-1][0].stop == queries.start:
-                    above, _, pairs_above = joined.pop()
-                    queries, live_pairs = range(above.start, queries.stop), pairs_above + live_pairs
+                keys = sorted(live, key=attrgetter("start"))
+                parts.append((keys, queries, sum(live.values())))
+            for keys, run in groupby(parts, itemgetter(0)):
+                _, spans, numbers = zip(*run, strict=True)
                 if keys:
-                    joined.append((queries, keys, live_pairs))
-            for queries, keys, live_pairs in joined:
-                rows = self._seeing(queries, keys)
-                steps.append(Step(query_group, rows, join_ranges(keys), None, live_pairs))
+                    rows = self._seeing(range(spans[0].start, spans[-1].stop), keys)
+                    steps.append(Step(query_group, rows, join_ranges(keys), None, sum(numbers)))
         return steps
 
     def held_keys(self, steps: Iterable[Step]) -> list[int]:

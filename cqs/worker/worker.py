@@ -292,7 +292,7 @@ class Worker:
 
 def _best_first(steps: Sequence[Step]) -> Iterable[str]:
     """Return the names of the backends; a single call prefers others than several calls."""
-    is_one_call = len(steps) == 1 and steps[0].num_blocks == 1
+    is_one_call = len(steps) == 1 and len(steps[0].blocks()) == 1
     return BEST_FOR_WHOLE_CALLS if is_one_call else BACKENDS
 
 

@@ -24,7 +24,7 @@ from cqs.scheduler.interest_sets import (
     read_interest_sets,
     ruler_cover,
 )
-from cqs.scheduler.quorum import pair_offsets
+from cqs.scheduler.quorum import shared_pair
 
 FOLDER = Path(__file__).resolve().parents[2] / "interest_sets"
 STORED = sorted(int(path.stem) for path in FOLDER.glob("*.txt"))
@@ -118,7 +118,7 @@ def test_large_sets_are_checked_within_seconds():
     with pytest.raises(ValueError, match="no two elements differ by 1$"):
         check_interest_set(range(0, 8192, 2), 2**18)
     whole = check_interest_set(range(4096), 4096)
-    assert pair_offsets(whole, 4096).shared == (0, 2048)
+    assert shared_pair(0, whole, 4096) == (0, 2048)
     assert time.process_time() - start < 10
 
 

@@ -1,12 +1,13 @@
 """Plans by cyclic quorum sets."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
-from cqs.scheduler.quorum import pair_offsets, quorum, shared_pair
+from cqs.scheduler.quorum import owner_offsets, shared_pair
 from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
@@ -81,29 +82,26 @@ class Quorums:
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
         """Return the steps of a task without a pattern; two tasks share pairs W/2 apart."""
-        num_tasks = groups.number
-        offsets = pair_offsets(self.interest_set, num_tasks).partners
+        num_tasks, seen = groups.number, defaultdict[int, list[int]](list)
+        for distance, owners in owner_offsets(self.interest_set, num_tasks).items():
+            if len(owners) == 1:
+                group = (owners[0] + index) % num_tasks
+                seen[group].append((group + distance) % num_tasks)
         pair = shared_pair(index, self.interest_set, num_tasks)
         steps = []
-        for group in quorum(index, self.interest_set, num_tasks):
-            rows = groups.queries[group]
-            partners = [
-                (b + index) % num_tasks for b in offsets.get((group - index) % num_tasks, ())
-            ]
+        for group in sorted({*seen, *(pair or ())}):
+            rows, partners = groups.queries[group], seen[group]
             parts = [(rows, partners)]
             if pair and group in pair:
                 half = pair.index(group)
-                other = pair[1 - half]
-                if not groups.is_causal:
-                    partners += [other] * (half == 0)
-                # A group of one row has an empty first half.
-                elif (other < group or groups.num_prefix) and len(rows) >= 2 - half:
-                    tile = groups.unit(rows)
-                    middle = len(rows) // 2 // tile * tile
+                other, tile = pair[1 - half], groups.unit(rows)
+                # Without a mask the first half is the whole group, and an empty half has no step.
+                middle = len(rows) // 2 // tile * tile if groups.is_causal else len(rows)
+                if not groups.is_causal or other < group or groups.num_prefix:
                     parts = [
                         (rows[:middle], partners + [other] * (half == 0)),
                         (rows[middle:], partners + [other] * (half == 1)),
                     ]
-            for queries, seen in parts:
-                steps += groups.steps_of_group(group, queries, groups.keys_of(seen))
+            for queries, key_groups in parts:
+                steps += groups.steps_of_group(group, queries, groups.keys_of(key_groups))
         return steps
