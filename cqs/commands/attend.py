@@ -61,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Attend from files to files; an output appears only if all went well."""
+    """Attend from files to files, which become the outputs only if all went well."""
     inputs = [cqs.streaming.open_tensor(getattr(options, name), name) for name in _NAMES]
     paths = [str(source.path) for source in inputs]
+    # No file that is written may be an input, or another one that is written.
     check_written("OUTPUT", options.output, [*paths, options.resume])
     if options.lse is not None:
         check_written("--lse", options.lse, [*paths, options.output])

@@ -170,12 +170,13 @@ def _make_backend(kernels: str | None) -> Callable[..., Tensor]:
 
 @named_in_graphs
 def _read_mask(mask: Tensor, group_name: str, *sizes: int) -> Pattern:
-    """Return the pattern of a mask.
+    """Return the pattern of a mask; with a group, that of the keys of all its ranks.
 
     Args:
         mask: Boolean or additive mask that broadcasts to ``[batch, heads, seqlen_q, seqlen_kv]``,
             or ``[batch, seqlen_kv]``. With a group its keys are those of this rank.
-        group_name: Name of the process group over whose ranks the keys are sharded, or empty.
+        group_name: Name of the process group over whose ranks the keys are sharded, or empty:
+            ``torch.compile`` passes names of groups, not groups.
         sizes: Numbers of batch elements, heads, queries and keys of this rank.
 
     Raises:

@@ -36,6 +36,8 @@ class Mask(Input):
     """Names of the sequences, inputs ``[batch, seqlen, ...]`` that were sharded before."""
 
 
+# In plans, Input(1, 3) divides dimension 1 of inputs with 3 dimensions; others stay whole. With
+# split_output=True it divides outputs, by index. Output(1, 3) gathers dimension 1.
 def _hunyuan_video(model: Any) -> Mapping[str, Any]:
     if model.config.image_condition_type == "token_replace":
         raise NotImplementedError(
@@ -75,6 +77,7 @@ def _ltx(model: Any) -> Mapping[str, Any]:
 
 
 def _qwen_image(model: Any) -> Mapping[str, Any]:
+    """Return the plan of diffusers, in which text has a token for every rank, and a mask."""
     text, mask = "encoder_hidden_states", "encoder_hidden_states_mask"
     return dict(model._cp_plan) | {
         # Blocks fail for no text.

@@ -65,6 +65,7 @@ def _launch(
     bounds = tuple([rows.indices(num_rows)[:2] for _, rows in parts])
 
     def make(total: Tensor, *others: Tensor) -> Arguments:
+        """Return grid, arguments and constants for ``tensors``; kept for their layouts."""
         batch, num_heads, _, dim = total.shape
         num_blocks = triton.cdiv(num_rows, _BLOCK_ROWS)
         parts, lses = others[:number], others[number:]

@@ -135,7 +135,11 @@ def _as_bands(diagonals: list[int]) -> list[_Band] | None:
 
 
 def _runs_first(diagonals: list[int]) -> list[_Band] | None:
-    """Write adjacent integers as runs, and the others as progressions up to the ends of runs."""
+    """Write adjacent integers as runs, and the others as progressions.
+
+    A progression whose next member is the end of a longer run takes it, as that of a dilated
+    pattern beside a window.
+    """
     runs = [run for run in _runs(diagonals) if run[0] < run[1]]
     beside = set(diagonals).difference(*(range(first, last + 1) for first, last in runs))
     others = _progressions(sorted(beside))
@@ -144,7 +148,7 @@ def _runs_first(diagonals: list[int]) -> list[_Band] | None:
     bands = []
     for first, last, step in others:
         for i, (start, end) in enumerate(runs):
-            if end - start > 1 and step > 1:
+            if end - start > 1 and step > 1:  # a single number has step 1
                 if start == last + step:
                     last, runs[i] = start, (start + 1, end)
                 elif end == first - step:

@@ -88,6 +88,7 @@ class HeldBytes:
         make = _Backward if is_backward else _Forward
         number = num_chunks if rows.num_turns else 1  # otherwise one after another, all alike
         chunks = (make(self, shape, rows) for _ in range(number))
+        # Calls ``allocate`` before the first merge; with limited memory, _Backward does so first.
         run_chunks(chunks, rows.num_turns, allocate=self.hold_gradients)
 
     def hold(self, number: float) -> None:
@@ -133,7 +134,11 @@ Transfer = tuple[float, float]
 
 
 class _Chunk(ChunkRounds[Flow]):
-    """Counts the bytes of a head chunk; attributes are bytes of one row, or of all."""
+    """Counts the bytes of a head chunk; attributes are bytes of one row, or of all.
+
+    :func:`run_chunks` calls the methods in the order of a pass. ``sides`` are ``QUERIES``, ``KEYS``
+    or both: those that are received, or that no later round needs.
+    """
 
     def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(rows.rounds)
@@ -261,7 +266,10 @@ class _Backward(_Chunk):
                 self._sums[side] = number
 
     def free(self, current: Round[Flow], sides: tuple[int, ...]) -> Transfer:
-        """Free tokens, and send their gradients back; sums are first converted to their dtype."""
+        """Free tokens, and send their gradients back; return the bytes that ``merge`` frees.
+
+        Sums are first converted to the dtype of the inputs, unless the kernel has done so.
+        """
         self.memory.hold(-sum(self._tokens[side] for side in sides))
         sums = sum(self._sums[side] for side in sides)
         if self.wider > 1:

@@ -68,13 +68,14 @@ class QuorumBalancer(Balancer):
         """
         self.num_tasks = token_groups.number
         super().__init__(token_groups, limit, goal, self.num_tasks)
-        # Empty key groups are equal, but no strip has the keys of one.
+        # Key group i is of token group i % W. Empty ones are equal, but no strip has their keys.
         self._key_groups = {keys: i for i, keys in enumerate(token_groups.keys)}
         self._held = [0] * self.num_tasks
         self._holding = [0] * self.num_tasks
         """Bit mask of the tasks that hold each group."""
         self._quorum_size = len(interest_set)
         self._owner_offsets = owner_offsets(interest_set, self.num_tasks)
+        """Offsets of the owners of a pair of groups by their distance: two at distance W / 2."""
         self._holder_offsets = [
             [a for a in interest_set if (a + distance) % self.num_tasks in interest_set]
             for distance in range(self.num_tasks)
@@ -121,7 +122,11 @@ class QuorumBalancer(Balancer):
                     break
 
     def even_out(self) -> None:
-        """Move half the difference from the busiest to the least busy task, until none exceeds."""
+        """Move half the difference from the busiest to the least busy task, until none is too busy.
+
+        This moves rows of many live pairs, which :meth:`rebalance` leaves because they would take a
+        task above the goal. It ends early if no strip has rows that are small enough.
+        """
         live_pairs = self._live_pairs
         while max(live_pairs) > self._limit:
             giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
@@ -205,7 +210,7 @@ class QuorumBalancer(Balancer):
             queries = self._token_groups.queries[group]
             keys = self._token_groups.keys[lap * self.num_tasks + strip.query_group]
             if self._token_groups.count(queries, keys) == strip.live_pairs:
-                owners.pop()
+                owners.pop()  # the mirrored strip has its owners in the other order
         parts = (strip,) if len(owners) == 1 else self._cut(strip, strip.live_pairs // 2)
         return [(part, owner) for part, owner in zip(parts, owners, strict=True) if part]
 

@@ -147,7 +147,8 @@ class Worker:
     ) -> Partial:
         """Compute steps of any number of tasks into one partial output.
 
-        The backend ``triton`` uses one launch for each pair of strides of the pattern.
+        The backend ``triton`` uses one launch for each pair of steps between adjacent rows, and
+        between adjacent columns, in the pattern.
 
         Args:
             steps: The steps; no pair may be in two of them.
@@ -169,6 +170,7 @@ class Worker:
         parts = self.run_steps(steps, *held, dtype=dtype)
         rows = [_held_rows(step.queries, held[0]) for step in steps]
         answer = into or Partial(*(held[0].empty_like(part) for part in parts[0]))
+        # Overwrites all rows: those of no step get output 0 and LSE -inf.
         merge_rows(answer, list(zip(parts, rows, strict=True)))
         return answer if sinks is None else add_sinks(answer, sinks)
 

@@ -110,7 +110,8 @@ def attention(
             the mesh of DTensors, or else the default group. Only one thread at a time may call on
             it, forward or backward.
         strategy: How the ranks divide the call, see :class:`Strategy`; the same on all ranks.
-        joint: Tokens of which every rank has a copy, see :class:`JointTokens`.
+        joint: Tokens of which every rank has a copy, see :class:`JointTokens`; ``JointRows`` are
+            those of the operator, whose tensors include them already.
         **options: See :class:`cqs.problem.options.AttentionOptions`; the same on all ranks except
             ``scores``. Masks count positions in the whole sequence. A bias has this rank's queries
             and is broadcastable to ``[batch, num_heads, rows, seqlen_kv]``; with joint queries the

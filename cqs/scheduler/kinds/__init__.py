@@ -14,7 +14,7 @@ Kind = Quorums | Grid2D | Hosts | Documents
 
 - ``fit(num_tasks)`` checks the kind against the number of tasks and returns the kind of a plan.
 - ``divide(groups)`` returns the function that lists the steps of a task, given its index.
-- ``num_groups``, ``busiest`` and ``near`` predict costs without a plan.
+- ``num_groups``, the query and key groups of a task, ``busiest`` and ``near`` predict costs.
 - ``to_json()`` returns the field that :func:`read_kind` reads, and ``str`` describes the kind.
 """
 
@@ -34,8 +34,9 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
     """Return the kind for a number of tasks.
 
     Args:
-        kind: ``"quorums"`` with the best known interest set, ``"rows"``, ``"grid"`` with the most
-            equal numbers of query and key groups, ``"documents"``, or a kind.
+        kind: ``"quorums"`` with the best known interest set; ``"rows"``, where a task reads a query
+            group and all key groups; ``"grid"`` with the most equal numbers of query and key groups
+            that a task reads; ``"documents"``; or a kind.
         num_tasks: Number of tasks.
 
     Raises:

@@ -25,7 +25,8 @@ class Documents:
     shards: tuple[int, ...] = ()
     """Number of queries that each task holds; ``()`` means token groups."""
     key_shards: tuple[int, ...] = ()
-    """Number of keys that each task holds; ``()`` means equal parts."""
+    """Number of keys that each task holds; ``()`` means that of queries if there are as many
+    keys as queries, and otherwise equal parts."""
     tolerance: float = 0.015
     """Live pairs of a task above the mean, relative to it, from which the task gives rows away."""
 
@@ -75,7 +76,7 @@ class Documents:
         return steps
 
     def place(self, groups: TokenGroups) -> "Placement":
-        """Assign the queries of all tasks.
+        """Assign every query to a task: the ranges that each computes, and the keys that it reads.
 
         Raises:
             ValueError: The pattern is not one of documents, or the shards have another length.

@@ -39,7 +39,7 @@ _NUMBERS = itertools.count()
 
 
 class _Part(NamedTuple):
-    """Results of a task for a group."""
+    """Results of a task for a group, which are tokens whose results are merged together."""
 
     holder: Actor | None
     """The actor in whose memory they are; None if they are in the object store."""
@@ -257,9 +257,13 @@ class Run:
         return sum(isinstance(work, list) for work in self._calls.queues[actor].values())
 
     def _assign_tasks(self, actor: Actor, started: list[Actor]) -> None:
-        """Let an actor compute the next tasks: several if one would take less time than a call.
+        """Let an actor compute the next tasks: several in one call if they are short.
 
         The actor keeps the parts that it merges, and returns the others.
+
+        Args:
+            actor: The actor.
+            started: All actors that may merge groups.
         """
         number = 1
         if self._reports:
@@ -294,6 +298,7 @@ class Run:
             ]
             work.append(TaskCall(task, kept, others, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work)
+        # First the tensors of queries, or references to them, then those of keys.
         num_queries, sent = self._outbox.put([call.task for call in work])
         num_returns = 1 + sum(len(call.returned) for call in work)
         arguments = self._settings, work, num_queries, *sent
