@@ -9,8 +9,10 @@ rest. Every query has all its keys in one task, so nothing is merged.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.scheduler.cost import AttentionShape
+from cqs.scheduler.task import Step
 
 _UNITS = 64
 """Stretches of short documents that a task's queries are divided into, which are given whole."""
@@ -42,14 +45,10 @@ class Ranges(NamedTuple):
     stop: Integers
     """Last token + 1."""
 
-    def task_ranges(self, index: int) -> "Ranges":
-        """Return the ranges of one task."""
+    def task_ranges(self, index: int) -> list[range]:
+        """Return the token ranges of one task."""
         first, end = np.searchsorted(self.task, (index, index + 1))
-        return Ranges(*(array[first:end] for array in self))
-
-    def listed(self) -> list[range]:
-        """Return the token ranges of all tasks."""
-        return list(map(range, self.start.tolist(), self.stop.tolist()))
+        return list(map(range, self.start[first:end].tolist(), self.stop[first:end].tolist()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +82,22 @@ class Placement:
         task, *ends = self.queries
         return unite(Ranges(task, *self.documents.keys_of(*ends)))
 
-    def keys_of(self, queries: range) -> range:
-        """Return the keys that queries read, which have a live pair."""
-        ends = np.array([[queries.start], [queries.stop]])
-        (start,), (stop,) = self.documents.keys_of(*ends)
-        return range(int(start), int(stop))
+    def steps(self, parts: Sequence[tuple[int, range]]) -> list[Step]:
+        """Return a step for every part of the queries that has a live pair.
+
+        Args:
+            parts: For every part the query group of its step, and the queries.
+        """
+        # In arrays, because a count of few rows takes as long as one of many.
+        ends = np.array([(part.start, part.stop) for _, part in parts], np.int64).reshape(-1, 2)
+        live_pairs = np.diff(self.documents.live_before(ends))[:, 0]
+        is_live = live_pairs > 0
+        columns = *self.documents.keys_of(*ends[is_live].T), live_pairs[is_live]
+        counted = zip(compress(parts, is_live), *map(np.ndarray.tolist, columns), strict=True)
+        return [
+            Step(group, queries, (range(start, stop),), None, pairs)
+            for (group, queries), start, stop, pairs in counted
+        ]
 
     @cached_property
     def moved(self) -> tuple[Integers, Integers]:

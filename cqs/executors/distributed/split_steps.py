@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from cqs.patterns import BoundPattern
 from cqs.ranges import contains, overlap
 from cqs.scheduler import Step
@@ -73,21 +71,15 @@ def split_documents(
         head_parallel: Number of ranks of a task.
     """
     parts = [
-        (rank, part.start, part.stop)
+        (rank, part)
         for rank, own in enumerate(owned)
-        for queries in placement.queries.task_ranges(rank // head_parallel).listed()
+        for queries in placement.queries.task_ranges(rank // head_parallel)
         for part in (_split(queries, own) if own else [queries])
     ]
-    # In arrays, because a count of few rows takes as long as one of many.
-    ranks, starts, stops = np.array(parts, np.int64).reshape(-1, 3).T
-    documents = placement.documents
-    pairs = documents.live_before(stops) - documents.live_before(starts)
-    columns = (ranks, starts, stops, *documents.keys_of(starts, stops), pairs)
     home, away = ([list[Step]() for _ in owned] for _ in range(2))
-    for rank, start, stop, *keys, live_pairs in zip(*map(np.ndarray.tolist, columns), strict=True):
-        step = Step(rank, range(start, stop), (range(*keys),), None, live_pairs)
-        if live_pairs:
-            (home if contains(owned[rank], step.queries) else away)[rank].append(step)
+    for step in placement.steps(parts):
+        is_own = contains(owned[step.query_group], step.queries)
+        (home if is_own else away)[step.query_group].append(step)
     return [SplitSteps((), *map(tuple, parts)) for parts in zip(home, away, strict=True)]
 
 

@@ -66,15 +66,11 @@ class Documents:
 
     def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
         """Return the function that lists the steps of a task, given its index."""
-        placement, all_keys = self.place(groups), range(groups.seqlen_kv)
+        placement = self.place(groups)
 
         def steps(index: int) -> list[Step]:
-            return [
-                Step(group, rows, (placement.keys_of(rows),), None, live_pairs)
-                for queries in placement.queries.task_ranges(index).listed()
-                for group, rows in groups.cut(queries)
-                if (live_pairs := groups.count(rows, all_keys))
-            ]
+            ranges = placement.queries.task_ranges(index)
+            return placement.steps([part for queries in ranges for part in groups.cut(queries)])
 
         return steps
 
