@@ -13,7 +13,6 @@ from operator import mul
 from typing import NamedTuple
 
 from cqs.scheduler.group_needs import GroupNeeds, group_needs
-from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes, most_bytes
 from cqs.scheduler.kinds import Kind, fit_kind, is_final, list_kinds
 from cqs.scheduler.machines import Machine
@@ -315,12 +314,11 @@ def predict(
         >>> predict("ulysses", workload, 256, Machine()) is None
         True
     """
-    (predict_pass, supports), shape = METHODS[method], workload.shape
+    predict_pass, supports = METHODS[method]
     if plan is None:
         plan = "any" if machine.devices_per_node < num_devices else "quorums"
     predictions = []
-    degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
-    for degree in degrees if isinstance(head_parallel, str) else [head_parallel]:
+    for degree in workload.list_degrees(num_devices, head_parallel):
         if not supports(degree, num_devices):
             continue
         choices = [partial(predict_pass, workload, num_devices, machine, degree)]

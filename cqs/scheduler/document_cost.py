@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler.cost_model import Prediction, predict_passes
-from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Documents
 from cqs.scheduler.machines import Machine
 from cqs.scheduler.placement import Placement, place_documents
@@ -51,10 +50,6 @@ def predict_documents(
         tile: Number of rows of a kernel's tile.
         head_parallel: Head-parallel degree, or ``"auto"`` for all that the heads support.
     """
-    shape = workload.shape
-    degrees = possible_head_parallel(len(shards), shape.num_heads, shape.kv_heads)
-    if not isinstance(head_parallel, str):
-        degrees = [head_parallel]
 
     def predict(degree: int, tolerance: float) -> Prediction:
         held, key_held = (join_shards(lengths, degree) for lengths in (shards, key_shards))
@@ -66,7 +61,7 @@ def predict_documents(
 
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
     chosen: Prediction | None = None
-    for degree in degrees:
+    for degree in workload.list_degrees(len(shards), head_parallel):
         if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * balanced:
             break
         predict_with = partial(predict, degree)

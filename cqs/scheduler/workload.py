@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from cqs.scheduler.cost import AttentionShape
+from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.kinds import Kind, fit_kind
 from cqs.scheduler.machines import FETCHED, ChunkRule, Machine
 
@@ -89,6 +90,12 @@ class Workload:
         kv_heads = max(self.shape.kv_heads // head_parallel, 1) // num_chunks
         num_heads = self.shape.num_heads // head_parallel // num_chunks
         return replace(self.shape, num_heads=num_heads, num_kv_heads=kv_heads)
+
+    def list_degrees(self, num_devices: int, head_parallel: int | str) -> list[int]:
+        """List the head-parallel degrees to choose from: the given one, or all for ``"auto"``."""
+        if not isinstance(head_parallel, str):
+            return [head_parallel]
+        return possible_head_parallel(num_devices, self.shape.num_heads, self.shape.kv_heads)
 
     def num_chunks(
         self,

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 from cqs.scheduler import AttentionShape, Step
 from cqs.scheduler.cost_model import Prediction, near_shares, predict_passes
 from cqs.scheduler.group_needs import group_needs
-from cqs.scheduler.head_groups import possible_head_parallel
 from cqs.scheduler.held_bytes import DeviceRows, Flow, HeldBytes
 from cqs.scheduler.kinds import Kind, list_kinds
 from cqs.scheduler.machines import Machine
@@ -198,15 +197,11 @@ def predict_orders(
         >>> [order.prediction.peak_bytes // 2**20 for order in (costs[0], costs[-1])]
         [1738.0, 268.0]
     """
-    shape = workload.shape
     per_node = machine.devices_per_node if machine.devices_per_node < num_devices else 1
-    degrees: Sequence[int | str] = [head_parallel]
-    if isinstance(head_parallel, str):
-        degrees = possible_head_parallel(num_devices, shape.num_heads, shape.kv_heads)
     predict_with = partial(predict_order, workload, num_devices, machine)
     predictions = [
         OrderPrediction(predict_passes(partial(predict_with, degree, kind, order), passes), order)
-        for degree in map(int, degrees)
+        for degree in workload.list_degrees(num_devices, head_parallel)
         for plan in plans
         for kind in list_kinds(plan, num_devices // degree, per_node / degree)
         for order in list_orders(workload.part(degree), num_units(degree, kind), most_chunks)
