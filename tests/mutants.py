@@ -406,8 +406,8 @@ FAULTS = (
     Fault(
         "a shared pair of the prefix is left out",
         "scheduler/kinds/quorums.py",
-        "elif (other < group or groups.num_prefix) and",
-        "elif other < group and",
+        "or other < group or groups.num_prefix:",
+        "or other < group:",
         "scheduler/test_exactly_once.py::test_every_single_pair_is_owned_once_when_lengths_differ",
     ),
     Fault(

@@ -93,13 +93,10 @@ class Quorums:
             parts = [(rows, partners)]
             if pair and group in pair:
                 half = pair.index(group)
-                other = pair[1 - half]
-                if not groups.is_causal:
-                    partners += [other] * (half == 0)
-                # A group of one row has an empty first half.
-                elif (other < group or groups.num_prefix) and len(rows) >= 2 - half:
-                    tile = groups.unit(rows)
-                    middle = len(rows) // 2 // tile * tile
+                other, tile = pair[1 - half], groups.unit(rows)
+                # Without a mask the first half is the whole group, and an empty half has no step.
+                middle = len(rows) // 2 // tile * tile if groups.is_causal else len(rows)
+                if not groups.is_causal or other < group or groups.num_prefix:
                     parts = [
                         (rows[:middle], partners + [other] * (half == 0)),
                         (rows[middle:], partners + [other] * (half == 1)),
