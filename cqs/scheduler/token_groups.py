@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise, starmap
 from operator import attrgetter, itemgetter
@@ -52,6 +52,10 @@ class TokenGroups:
         """Ranges that tile the keys; range i belongs to group ``i % number``."""
         prefix = self._cut(0, self.num_prefix) if self.num_prefix else ()
         return *prefix, *self._cut(self.num_prefix, self.seqlen_kv)
+
+    def merged(self, size: int) -> "TokenGroups":
+        """Return the groups that consist of ``size`` consecutive groups each."""
+        return replace(self, number=self.number // size, parts=self.parts * size)
 
     @property
     def num_prefix(self) -> int:

@@ -84,16 +84,13 @@ class Grid2D:
         """
         columns = self._columns(groups)
         column_of = {group: column for column in columns for group in column}
-        width, queries = self.query_groups, groups.queries
-        blocks = {
-            first: range(queries[first].start, queries[first + width - 1].stop)
-            for first in range(0, groups.number, width)
-        }
+        width = self.query_groups
+        blocks = groups.merged(width).queries
 
         @cache
         def balanced(column: tuple[int, ...]) -> list[list[Strip]]:
             keys = join_ranges(groups.keys_of(column))
-            strips = [[groups.strip(first, rows, keys)] for first, rows in blocks.items()]
+            strips = [[groups.strip(i * width, rows, keys)] for i, rows in enumerate(blocks)]
             return balance_rows(strips, groups) if self.is_balanced else strips
 
         return lambda index: groups.steps(balanced(column_of[index])[index // width])

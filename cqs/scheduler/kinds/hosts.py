@@ -1,7 +1,7 @@
 """Plans of hosts, whose tasks the ranks of a host share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -68,10 +68,7 @@ class Hosts:
 
     def divide(self, groups: TokenGroups) -> Callable[[int], list[Step]]:
         """Return the function that lists the steps of a task, given its index."""
-        host_groups = replace(
-            groups, number=groups.number // self.size, parts=groups.parts * self.size
-        )
-        steps_of_host = self.outer.divide(host_groups)
+        steps_of_host = self.outer.divide(groups.merged(self.size))
 
         @cache
         def balanced(host: int) -> list[list[Strip]]:
