@@ -47,16 +47,13 @@ def fit_kind(kind: Kind | str, num_tasks: int) -> Kind:
         a grid of 1 query groups x 12 key groups or a grid of 3 query groups x 4 key groups
     """
     kind = check_kind(kind)
-    if kind == "quorums":
-        kind = Quorums()
-    elif kind == "rows":
-        kind = Grid2D(1, num_tasks)
-    elif kind == "grid":
+    if kind == "rows":
+        return Grid2D(1, num_tasks)
+    if kind == "grid":
         width = max(n for n in range(1, math.isqrt(num_tasks) + 1) if num_tasks % n == 0)
-        kind = Grid2D(width, num_tasks // width)
-    elif kind == "documents":
-        kind = Documents()
-    assert not isinstance(kind, str)
+        return Grid2D(width, num_tasks // width)
+    if isinstance(kind, str):
+        kind = Quorums() if kind == "quorums" else Documents()
     return kind.fit(num_tasks)
 
 
