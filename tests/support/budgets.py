@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "cqs": Budget(504, 115, 16),
     "cqs/patterns": Budget(1898, 220, 6),
-    "cqs/scheduler": Budget(2190, 200, 8),
+    "cqs/scheduler": Budget(2154, 199, 8),
     "cqs/problem": Budget(888, 330, 12),
     "cqs/partial": Budget(412, 198, 4),
     "cqs/tiler": Budget(62, 52, 2),
