@@ -109,6 +109,8 @@ def predict_plan(
         machine=machine,
     )
 
+    # For each task, token groups: of queries and of keys that it reads, that send results for its
+    # own queries and its own keys, and the parts of its own that it pairs with other groups.
     needs = group_needs(kind, num_tasks, is_causal=workload.is_causal)
     if head_parallel > 1:
         # A device owns a part of its token group; half of the group may be all of its queries.
@@ -141,7 +143,7 @@ def predict_plan(
     received = max((packets for _, packets in there), key=sum)
     inputs, outputs = (max((max(side, key=sum) for side in way), key=sum) for way in (there, back))
     send, send_back = (
-        machine.exchange(*(sum(map(mul, shares, sides)) for shares in near))
+        machine.exchange(*(sum(map(mul, shares, sides)) for shares in near))  # own node, others
         for sides in (inputs, outputs)
     )
     calls = max(need.queries + (0 if is_backward else need.home) for need in needs) / head_parallel
@@ -342,7 +344,18 @@ def near_shares(
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the parts of queries and of keys that are received from the own node, and the rest.
 
-    Ranks of a node are consecutive, and so are the head groups of a task.
+    Ranks of a node are consecutive, and so are the head groups of a task. A task reads
+    ``kind.num_groups`` groups of queries and of keys with its own, ``kind.near`` of them on its
+    node. Each group is on ``head_parallel`` devices, and a device receives no rows of its own.
+
+    Args:
+        kind: Kind of the plan.
+        num_tasks: Number of tasks.
+        head_parallel: Number of devices that share a task.
+        per_node: Devices of a node; infinite for one node.
+
+    Returns:
+        Parts of queries and of keys from the own node, and from other nodes; they add up to 1.
     """
     if head_parallel * num_tasks <= per_node:
         return (1.0, 1.0), (0.0, 0.0)
