@@ -277,8 +277,8 @@ FAULTS = (
     Fault(
         "counts of documents leave out the second one",
         "patterns/bound_documents.py",
-        "self._before[documents[-1]] - self._before[documents[1]]",
-        "self._before[documents[-1]] - self._before[documents[1] + 1]",
+        "self._cumulative[inner.stop] - self._cumulative[inner.start]",
+        "self._cumulative[inner.stop] - self._cumulative[inner.start + 1]",
         "patterns/test_tokens.py::test_counts_of_documents_are_those_of_their_pieces",
     ),
     Fault(
