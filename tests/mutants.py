@@ -277,8 +277,8 @@ FAULTS = (
     Fault(
         "counts of documents leave out the second one",
         "patterns/bound_documents.py",
-        "self._before[documents[-1]] - self._before[documents[1]]",
-        "self._before[documents[-1]] - self._before[documents[1] + 1]",
+        "self._cumulative[inner.stop] - self._cumulative[inner.start]",
+        "self._cumulative[inner.stop] - self._cumulative[inner.start + 1]",
         "patterns/test_tokens.py::test_counts_of_documents_are_those_of_their_pieces",
     ),
     Fault(
@@ -598,8 +598,8 @@ FAULTS = (
     Fault(
         "gradients of a bias of one row replace each other",
         "problem/score_terms.py",
-        "self.bias_sum[:, :, rows, columns] += gradient.sum_to_size(self.bias.shape)",
-        "self.bias_sum[:, :, rows, columns] = gradient.sum_to_size(self.bias.shape)",
+        "self.bias_sum[:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)",
+        "self.bias_sum[:, :, rows[:, None], columns] = gradient.sum_to_size(self.bias.shape)",
         "test_matrix.py::test_every_pair_in_this_process",
     ),
     Fault(

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cqs.executors.autograd import attend_differentiably, keep_operands
-from cqs.executors.observe import is_observed, observe
+from cqs.executors.observe import observe
 from cqs.executors.verify import verify_rows
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -46,10 +46,8 @@ class Progress:
         self._report = report if callable(report) else None
         self.done = 0
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the bar."""
         self._bar.close()
 
     def advance(self, pairs: int) -> None:
@@ -86,7 +84,6 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
-_UNCOUNTED = nullcontext()
 
 
 class Planned(NamedTuple):
@@ -152,13 +149,12 @@ def attend(
         VerificationError: ``verify`` found a row that deviates by more than its bound.
         Exception: The executor raised.
     """
-    with _UNCOUNTED if progress is False else Progress(problem, make_plan, progress) as counted:
+    counted = None if progress is False else Progress(problem, make_plan, progress)
+    with nullcontext() if counted is None else closing(counted):
         hooks = NO_HOOKS if counted is cancelled is None else Hooks(counted, cancelled)
 
         def observed(name: str, run: Any, part: Problem, *tensors: Any) -> Any:
             planned = Planned(part, make_plan(part), backend)
-            if not is_observed():
-                return run(planned, *tensors)
             name_backend = partial(executor.name_backend, planned)
             with observe(name, planned.plan, part.num_bytes, name_backend):
                 return run(planned, *tensors)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
 
 from torch.autograd import profiler
@@ -10,12 +10,12 @@ from torch.autograd import profiler
 from cqs.scheduler import Plan
 
 _LOGGER = logging.getLogger("cqs")
-_UNOBSERVED = nullcontext()
 
 
+@contextmanager
 def observe(
     name: str, plan: Plan, num_bytes: int, name_backend: Callable[[], str]
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Mark a pass in the traces of PyTorch's profilers, and log it at level DEBUG.
 
     Args:
@@ -24,19 +24,9 @@ def observe(
         num_bytes: Bytes of the query, key and value of this process.
         name_backend: Returns the name of the backend; called only if the pass is logged.
     """
-    return _observed(name, plan, num_bytes, name_backend) if is_observed() else _UNOBSERVED
-
-
-def is_observed() -> bool:
-    """Return whether passes are logged or profiled."""
-    return _LOGGER.isEnabledFor(logging.DEBUG) or profiler._is_profiler_enabled
-
-
-@contextmanager
-def _observed(
-    name: str, plan: Plan, num_bytes: int, name_backend: Callable[[], str]
-) -> Iterator[None]:
-    """Name the block for PyTorch's profiler, and log it at level DEBUG."""
+    if not is_observed():
+        yield
+        return
     start = perf_counter()
     with profiler.record_function(f"cqs.{name}"):
         yield
@@ -44,3 +34,8 @@ def _observed(
         milliseconds = 1000 * (perf_counter() - start)
         text = "%s: %s; backend %s, %d bytes of query, key and value, %.3f ms of the host"
         _LOGGER.debug(text, name, plan, name_backend(), num_bytes, milliseconds)
+
+
+def is_observed() -> bool:
+    """Return whether passes are logged or profiled."""
+    return _LOGGER.isEnabledFor(logging.DEBUG) or profiler._is_profiler_enabled

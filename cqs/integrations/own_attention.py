@@ -50,7 +50,7 @@ def register(name: str, attend: Callable[..., Any]) -> None:
             (falcon.FalconAttention, _attend_falcon),
         ):
             layer.forward = _asking(layer.forward, forward)
-        mpt.MptModel.forward = _with_visible_mask(mpt.MptModel.forward)
+        mpt.create_causal_mask = _with_visible_mask(mpt.create_causal_mask)
         for model in (bloom.BloomModel, mpt.MptModel):
             model.forward = _with_configuration(model.forward)
         bases = bloom.BloomPreTrainedModel, mpt.MptPreTrainedModel, falcon.FalconPreTrainedModel
@@ -133,27 +133,21 @@ def _with_configuration(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_visible_mask(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``forward`` of MPT, whose own layers mask out pairs with a mask other than 0.
+    """Return the mask function of MPT, whose own layers mask out pairs with a mask other than 0.
 
     A mask of four dimensions, additive or boolean, becomes one that is true for visible pairs.
     """
 
     @wraps(own)
-    def call(
-        self: Any,
-        input_ids: Any = None,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(**options: Any) -> Any:
+        mask = options["attention_mask"]
         if (
-            self.config._attn_implementation in _attend_of
-            and getattr(attention_mask, "ndim", 2) == 4
-            and not isinstance(attention_mask, PatternMask)
+            options["config"]._attn_implementation in _attend_of
+            and getattr(mask, "ndim", 2) == 4
+            and not isinstance(mask, PatternMask)
         ):
-            attention_mask = ~attention_mask.bool()
-        return own(self, input_ids, past_key_values, attention_mask, *args, **kwargs)
+            options["attention_mask"] = ~mask.bool()
+        return own(**options)
 
     return call
 

@@ -61,19 +61,17 @@ class BoundDocuments(BoundPattern):
 
     def __eq__(self, other: object) -> bool:
         """Return whether two patterns have the same lengths and documents."""
-        if not isinstance(other, BoundDocuments) or self is other:
-            return self is other
-        return self._lengths == other._lengths and self._edge_lists == other._edge_lists
+        return isinstance(other, BoundDocuments) and self._content == other._content
 
     __hash__ = BoundPattern.__hash__
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self._lengths, tuple(self._edge_lists[1])))
+        return hash((self.lengths, self.is_causal, tuple(self._edge_lists[1])))
 
     @property
-    def _lengths(self) -> tuple[int, int, bool]:
-        return self.seqlen_q, self.seqlen_kv, self.is_causal
+    def _content(self) -> tuple[Any, ...]:
+        return self.lengths, self.is_causal, self._edge_lists
 
     @cached_property
     def _edge_lists(self) -> list[list[int]]:
@@ -93,13 +91,8 @@ class BoundDocuments(BoundPattern):
         )
 
     @cached_property
-    def _before(self) -> list[int]:
-        """Live pairs of all documents before each one, and of all."""
-        before: list[int] = self._cumulative.tolist()
-        return before
-
-    @cached_property
     def _cumulative(self) -> Integers:
+        """Live pairs of all documents before each one, and of all."""
         pairs = self._sizes[0] * self._sizes[1]
         if self.is_causal:
             pairs = _triangles(self._sizes[1]) - _triangles(self._ahead)
@@ -171,11 +164,11 @@ class BoundDocuments(BoundPattern):
         """Return the exact number of live pairs within a rectangle; see the base class."""
         queries, keys = check_tokens("queries", queries), check_tokens("keys", keys)
         documents = self._meeting(queries, keys)
-        if len(documents) < 3:
-            return sum(count_band(*self._within(i, queries, keys)) for i in documents)
-        ends = documents[0], documents[-1]
-        inner = self._before[documents[-1]] - self._before[documents[1]]
-        return inner + sum(count_band(*self._within(i, queries, keys)) for i in ends)
+        ends = {*documents[:1], *documents[-1:]}
+        total = sum(count_band(*self._within(i, queries, keys)) for i in ends)
+        if inner := documents[1:-1]:
+            total += int(self._cumulative[inner.stop] - self._cumulative[inner.start])
+        return total
 
     def _meeting(self, queries: range, keys: range) -> range:
         """Return the documents that have queries and keys in a rectangle."""

@@ -84,7 +84,6 @@ def block_sparse(layout: Any, block: int) -> Pattern:
             "layout must be [rows, columns], with heads or batch and heads before it, "
             f"got {list(array.shape)}"
         )
-    array = array[None] if array.ndim == 3 else array
     return _per_head(
         array, lambda rows: _BlockSparse(rows.shape, block, np.packbits(rows).tobytes())
     )
@@ -258,11 +257,7 @@ class Listed(Pattern):
         return seqlen_kv >= self.least_kv
 
     def _bind(self, lengths: Lengths) -> BoundPattern:
-        return (
-            self.bound
-            if lengths == self.bound.lengths
-            else replace(self.bound, **lengths._asdict())
-        )
+        return replace(self.bound, seqlen_kv=lengths.seqlen_kv)
 
     def __repr__(self) -> str:
         share, blocks = self.bound.density, self.bound.blocks
@@ -368,5 +363,5 @@ def _as_visible(mask: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _per_head(array: NDArray[Any], one: Callable[[NDArray[Any]], Pattern]) -> Pattern:
     """Return the per-head pattern of an array ``[..., rows, columns]``."""
-    matrices = array.reshape((1, 1, *array.shape)) if array.ndim == 2 else array
+    matrices = array.reshape((1,) * (4 - array.ndim) + array.shape)
     return per_head([[one(matrix) for matrix in row] for row in matrices])

@@ -163,9 +163,9 @@ def _pairs_of_cells(piece: Piece) -> Iterator[View]:
     rows, columns = piece.queries, piece.keys
     (a, a_last), (b, b_last) = rows.cells(), columns.cells()
     for cell in range(a, a_last + 1):
-        queries = _cell_of(rows, cell)
+        queries = rows.within_cells(cell, cell).tokens
         for key_cell in range(max(b, cell + piece.low), min(b_last, cell + piece.high) + 1):
-            keys = _cell_of(columns, key_cell)
+            keys = columns.within_cells(key_cell, key_cell).tokens
             apart = columns.origin + columns.step * key_cell - rows.origin - rows.step * cell
             band = apart + piece.inner_low, apart + piece.inner_high
             cell_piece = tidy(plain_piece(queries, keys, *band))
@@ -177,7 +177,3 @@ def _residue(axis: Axis, offset: int) -> range:
     """Return the tokens at one offset of their cells."""
     ahead = (axis.origin + offset - axis.tokens.start) % axis.step
     return range(axis.tokens.start + ahead, axis.tokens.stop, axis.step)
-
-
-def _cell_of(axis: Axis, cell: int) -> range:
-    return axis.within_cells(cell, cell).tokens

@@ -15,7 +15,7 @@ from cqs.arguments import as_bool, as_integer, to_float
 from cqs.partial import Partial, lse_dtype
 from cqs.patterns import BoundPattern, Pattern
 from cqs.problem.dropout import Dropout
-from cqs.problem.masks import add_mask, check_pattern
+from cqs.problem.masks import add_mask, check_is_pattern, check_pattern
 from cqs.problem.options import ProblemOptions
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import check_scores
@@ -138,7 +138,7 @@ class Problem:
             num_kv_heads=self.key.shape[1],
             head_dim=self.query.shape[3],
             value_dim=self.value.shape[3],
-            itemsize=self.query.element_size(),
+            itemsize=self.query.dtype.itemsize,
             has_dropout=self.dropout is not None,
         )
 
@@ -241,6 +241,7 @@ def check_problem(
         pattern, scores = add_mask(attn_mask, sizes, query.device, pattern, scores)
     is_causal = as_bool("is_causal", options.get("is_causal", False))
     if pattern is not None:
+        check_is_pattern(pattern)
         is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))

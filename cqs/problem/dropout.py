@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cqs.problem.tensors import positions_of
+
 _SMALLEST = -(2**63)
 """The smallest int64: XOR with it maps the order of unsigned integers to that of signed ones."""
 
@@ -73,10 +75,7 @@ class Dropout:
         device = like.device
         batches = self.first_batch + torch.arange(like.shape[0], device=device).view(-1, 1, 1)
         heads = self.first_head + torch.arange(like.shape[1], device=device).view(-1, 1)
-        rows, columns = (
-            torch.cat([torch.arange(r.start, r.stop, device=device) for r in ranges])
-            for ranges in (queries, keys)
-        )
+        rows, columns = (positions_of(ranges, device) for ranges in (queries, keys))
         streams = _draw(self.seed, torch.arange(3, device=device))
         # Multipliers and increments are drawn together: an operation takes the host 5 us.
         row_streams = _draw(_draw(_draw(streams[:2].view(-1, 1, 1, 1), batches), heads), rows)

@@ -52,11 +52,12 @@ def add_mask(
     return pattern, Scores(*rest, attn_mask, scores.score_mod)
 
 
+@lru_cache(maxsize=64)
 def check_pattern(pattern: Pattern, is_causal: bool, *sizes: int) -> tuple[bool, Pattern | None]:
-    """Validate a pattern and intersect it with the causal mask.
+    """Validate a pattern for the sizes of a call and intersect it with the causal mask.
 
     Args:
-        pattern: A pattern.
+        pattern: A pattern, see :func:`check_is_pattern`.
         is_causal: Whether to intersect the pattern with the causal mask.
         sizes: Batch, query heads, queries and keys.
 
@@ -64,19 +65,9 @@ def check_pattern(pattern: Pattern, is_causal: bool, *sizes: int) -> tuple[bool,
         Whether attention is dense and causal, and the pattern, ``None`` if it is dense.
 
     Raises:
-        TypeError: ``pattern`` is not a pattern.
         ValueError: ``pattern`` is for other lengths, heads or batch elements.
         NotImplementedError: ``pattern`` cannot be intersected with the causal mask.
     """
-    check_is_pattern(pattern)
-    return _intersect(pattern, is_causal, sizes)
-
-
-@lru_cache(maxsize=64)
-def _intersect(
-    pattern: Pattern, is_causal: bool, sizes: tuple[int, ...]
-) -> tuple[bool, Pattern | None]:
-    """Return the result of :func:`check_pattern`."""
     if pattern == sliding_window(None, None):
         return is_causal, None
     if pattern == causal():

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cqs.partial import lse_dtype
+from cqs.problem.tensors import positions_of
 from cqs.ranges import rows_of
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -150,12 +151,16 @@ class ScoreTerms:
         """Return the terms of pairs of these positions, ascending ranges."""
         positions = None
         if self.alibi_slopes is not None or self.score_mod is not None:
-            positions = _positions(queries, device), _positions(keys, device)
+            positions = positions_of(queries, device), positions_of(keys, device)
         if self.bias is None:
             return PairTerms(self, positions)
         rows, columns = self._places(self.bias, queries, keys)
-        sums = self.sums[0] if self.bias_requires_grad and self.sums else None
-        return PairTerms(self, positions, _take(self.bias, rows, columns), sums, rows, columns)
+        bias = _take(self.bias, rows, columns)
+        if not (self.bias_requires_grad and self.sums):
+            return PairTerms(self, positions, bias)
+        indices = zip(self.bias.shape[2:], (rows, columns), strict=True)
+        places = [torch.arange(size, device=bias.device)[place] for size, place in indices]
+        return PairTerms(self, positions, bias, self.sums[0], tuple(places))
 
 
 class PairTerms(NamedTuple):
@@ -169,22 +174,18 @@ class PairTerms(NamedTuple):
     """``[1 or batch, 1 or num_heads, 1 or queries, 1 or keys]``."""
     bias_sum: Tensor | None = None
     """Sum of the gradients of the whole bias held, if required."""
-    rows: Any = _ALL
-    """Rows of ``bias_sum`` that are those of ``bias``: a slice or int64 indices."""
-    columns: Any = _ALL
-    """Columns of ``bias_sum`` that are those of ``bias``."""
+    places: tuple[Tensor, ...] = ()
+    """Rows and columns of ``bias_sum`` that are those of ``bias``, int64; none without sum."""
 
     def select(self, queries: Any, keys: slice = _ALL) -> "PairTerms":
         """Return the terms of some of the rows, a slice or int64 indices, and of some columns."""
         positions = self.positions and (self.positions[0][queries], self.positions[1][keys])
         if self.bias is None:
             return self._replace(positions=positions)
-        rows, columns = self.rows, self.columns
-        if self.bias_sum is not None:
-            rows = _select(self.rows, self.bias_sum.shape[2], queries)
-            columns = _select(self.columns, self.bias_sum.shape[3], keys)
+        sides = zip(self.places, self.bias.shape[2:], (queries, keys), strict=False)
+        places = tuple(held if size == 1 else held[wanted] for held, size, wanted in sides)
         bias = _take(self.bias, queries, keys)
-        return self._replace(positions=positions, bias=bias, rows=rows, columns=columns)
+        return self._replace(positions=positions, bias=bias, places=places)
 
     def apply(self, scores: Tensor) -> Tensor:
         """Return scores ``[batch, num_heads, queries, keys]``, scaled products, after all terms."""
@@ -277,10 +278,8 @@ class PairTerms(NamedTuple):
         else:
             gradient = self._differentiate_mod(shifted, grad_of)
         if self.bias is not None and self.bias_sum is not None:
-            rows, columns = self.rows, self.columns
-            if isinstance(rows, Tensor) and isinstance(columns, Tensor):
-                rows = rows.unsqueeze(-1)
-            self.bias_sum[:, :, rows, columns] += gradient.sum_to_size(self.bias.shape)
+            rows, columns = self.places
+            self.bias_sum[:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)
         if terms.slopes_require_grad and terms.sums:
             total, (batch, num_heads, *_) = terms.sums[-1], gradient.shape
             total = total.view(-1, total.shape[-1])
@@ -435,11 +434,6 @@ def _take(tensor: Tensor, rows: Any, columns: Any) -> Tensor:
     return tensor if tensor.shape[3] == 1 else tensor[:, :, :, columns]
 
 
-def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    positions = [torch.arange(r.start, r.stop, device=device) for r in ranges]
-    return positions[0] if len(positions) == 1 else torch.cat(positions)
-
-
 def _index(
     wanted: Sequence[range], held: Sequence[range] | None, device: torch.device
 ) -> "slice | Tensor":
@@ -447,20 +441,8 @@ def _index(
     if held is None:
         if len(wanted) == 1:
             return slice(wanted[0].start, wanted[0].stop)
-        return _positions(wanted, device)
+        return positions_of(wanted, device)
     if tuple(wanted) == tuple(held):
         return _ALL
     rows = [rows_of(tokens, held) for tokens in wanted]
-    return slice(rows[0].start, rows[0].stop) if len(rows) == 1 else _positions(rows, device)
-
-
-def _select(index: Any, size: int, wanted: Any) -> Any:
-    """Return the composition of two indices, of a dimension of this size."""
-    if size == 1 or (isinstance(wanted, slice) and wanted == _ALL):
-        return index
-    if isinstance(index, Tensor):
-        return index[wanted]
-    if isinstance(wanted, slice):
-        selected = range(*index.indices(size))[wanted]
-        return slice(selected.start, selected.stop, selected.step)
-    return wanted + (index.start or 0)
+    return slice(rows[0].start, rows[0].stop) if len(rows) == 1 else positions_of(rows, device)

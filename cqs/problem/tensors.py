@@ -56,6 +56,12 @@ def with_four_dimensions(name: str, tensor: Tensor, sizes: Sequence[int]) -> Ten
     return tensor.view(shape) if tensor.ndim < 4 else tensor
 
 
+def positions_of(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """Return the tokens of ranges, one range after another, int64 on a device."""
+    positions = [torch.arange(r.start, r.stop, device=device) for r in ranges]
+    return positions[0] if len(positions) == 1 else torch.cat(positions)
+
+
 def dense_value(name: str, tensor: Tensor) -> Tensor:
     """Return a plain tensor whose memory has its values.
 

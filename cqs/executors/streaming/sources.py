@@ -46,10 +46,6 @@ class Source:
         """Read rows of one head into ``into``, a contiguous CPU tensor ``[rows, ...]``."""
         raise NotImplementedError
 
-    def element_size(self) -> int:
-        """Return the bytes of an element."""
-        return self.dtype.itemsize
-
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
