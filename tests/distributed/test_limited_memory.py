@@ -24,7 +24,8 @@ from random_problems import random_problems
 
 from benchmarks.cases import Case
 from cqs.executors.distributed import bounded, prepared
-from cqs.executors.distributed.chunk_pass import BackwardPass, ForwardPass
+from cqs.executors.distributed.backward_pass import BackwardPass
+from cqs.executors.distributed.chunk_pass import ForwardPass
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.token_order import predict_orders
 from cqs.partial import RunningMerge

@@ -6,7 +6,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.batches import Cells, count_units, cut_tasks, order_tokens
-from cqs.executors.distributed.exchange import BOUNDED_TURNS
 from cqs.executors.distributed.layout import (
     Layout,
     Lengths,
@@ -15,6 +14,7 @@ from cqs.executors.distributed.layout import (
     make_workload,
 )
 from cqs.executors.distributed.token_order import TokenOrder, predict_orders
+from cqs.executors.distributed.transport.exchange import BOUNDED_TURNS
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.scheduler import AttentionShape, Documents, Kind
 from cqs.scheduler.held_bytes import DeviceRows, HeldBytes, most_bytes

@@ -28,9 +28,6 @@ from cqs.scheduler.workload import Workload
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
 
-HeadsOfRanks = tuple[range, ...]
-"""A range of heads for every rank; all ranges have one length."""
-
 Wanted = list[tuple[range, ...]]
 """For every rank, ascending token ranges."""
 

@@ -18,7 +18,7 @@ from cqs.executors.distributed.probe import Links, probe_links
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.transport.transfer import Transport
+from cqs.executors.distributed.transport.exchange import Transport
 from cqs.executors.distributed.transport.transports import ranks_per_host, transport_of
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from cqs.executors.distributed.agreement import control_group, swap
 from cqs.executors.distributed.transport import cuda_driver
-from cqs.executors.distributed.transport.messages import MessageTransport
-from cqs.executors.distributed.transport.transfer import Transport
+from cqs.executors.distributed.transport.exchange import MessageTransport, Transport
 from cqs.worker.cuda_graphs import check_not_captured
 
 if TYPE_CHECKING:
