@@ -1122,14 +1122,14 @@ FAULTS = (
     ),
     Fault(
         "squares that reach beyond the shard are computed before their keys arrive",
-        "executors/distributed/split_steps.py",
+        "executors/distributed/layout.py",
         "is_own = square is not None and contains(keys, square)",
         "is_own = square is not None",
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
     ),
     Fault(
         "keys of the shard are computed again with those of others",
-        "executors/distributed/split_steps.py",
+        "executors/distributed/layout.py",
         "there = [e for span in seen for e in _split(span, keys) if not contains(keys, e)]",
         "there = [e for span in seen for e in _split(span, keys)]",
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
