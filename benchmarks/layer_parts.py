@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cqs.executors.distributed.agreement
-import cqs.executors.distributed.exchange
+import cqs.executors.distributed.transport.exchange
 from benchmarks.clock import Clock
 from cqs.nn import HybridTransformerBlock
 from cqs.report.timing import make_busy
@@ -125,7 +125,7 @@ class _Waits(TorchDispatchMode):
 def _marked(layer: HybridTransformerBlock, clock: Clock) -> Iterator[None]:
     """Make a layer report its parts, and waits for other ranks, forward and backward."""
     waiting = (
-        (cqs.executors.distributed.exchange.Transfer, "wait"),
+        (cqs.executors.distributed.transport.exchange.Transfer, "wait"),
         (cqs.executors.distributed.agreement.GroupCalls, "compare"),
     )
     with ExitStack() as stack:

@@ -14,9 +14,8 @@ from benchmarks.options import CAUSAL, add_common, add_passes
 from benchmarks.peers import draw, measure
 from benchmarks.publish import make_columns, publish
 from cqs.commands.options import parse_integers
-from cqs.executors.distributed.layout import lay_out
-from cqs.executors.distributed.probe import probe_links
-from cqs.executors.distributed.transport.transports import ranks_per_host
+from cqs.executors.distributed.layout import ShardedWork, lay_out
+from cqs.executors.distributed.transport.connections import probe_links, ranks_per_host
 from cqs.problem import Problem, check_problem
 from cqs.report.measurement import Measurement, append_rows
 from cqs.scheduler import AttentionShape
@@ -208,22 +207,14 @@ def promise(
     per_host = int(machine.devices_per_node)
     # Bytes of every host: sent and received, forward, and sent and received, backward.
     carried = torch.zeros(num_ranks // per_host, 2, 2, dtype=torch.float64)
+    work = ShardedWork(
+        *(lengths, lengths, shape, is_causal),
+        chunk_rule=SENT,
+        machine=machine,
+        with_gradients=with_gradients,
+    )
     for rank in range(num_ranks):
-        layout = lay_out(
-            lengths,
-            lengths,
-            rank,
-            shape,
-            head_parallel="auto",
-            num_chunks=None,
-            is_causal=is_causal,
-            pattern=None,
-            plan=None,
-            tile=1,
-            chunk_rule=SENT,
-            machine=machine,
-            with_gradients=with_gradients,
-        )
+        layout = lay_out(work, rank)
         heads, kv_heads = (sum(len(chunk.heads[i][0]) for chunk in layout.chunks) for i in (0, 1))
         queries, keys = heads * shape.head_dim * 4, 2 * kv_heads * shape.head_dim * 4
         merged = queries + (0 if layout.is_final else heads * 4)

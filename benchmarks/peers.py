@@ -25,7 +25,7 @@ from benchmarks.publish import make_columns, make_row, publish
 from benchmarks.ranks import join_ranks
 from benchmarks.timing import time_by_wall_clock, time_calls, track
 from cqs.arguments import as_integer
-from cqs.executors.distributed.transport.transports import transport_of
+from cqs.executors.distributed.transport.connections import transport_of
 from cqs.executors.verify import VerificationError
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem, check_problem

@@ -33,7 +33,7 @@ _NUM_CALLS = 16
 _NUM_LAYERS = 64
 """Number of layers of a run in which actors are killed."""
 _ANY_MOMENT, _ANY_CALL = "any moment", "any call"
-_PARTS = {"exchange": "fetch", "compute": "compute_away", "return": "send_back"}
+_PARTS = {"exchange": "fetch", "compute": "compute_away", "return": "send_results"}
 """Part of a call -> method at which actors are killed: after it, but before ``compute``."""
 
 

@@ -1122,14 +1122,14 @@ FAULTS = (
     ),
     Fault(
         "squares that reach beyond the shard are computed before their keys arrive",
-        "executors/distributed/split_steps.py",
+        "executors/distributed/layout.py",
         "is_own = square is not None and contains(keys, square)",
         "is_own = square is not None",
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
     ),
     Fault(
         "keys of the shard are computed again with those of others",
-        "executors/distributed/split_steps.py",
+        "executors/distributed/layout.py",
         "there = [e for span in seen for e in _split(span, keys) if not contains(keys, e)]",
         "there = [e for span in seen for e in _split(span, keys)]",
         "distributed/test_locality.py::test_every_pair_is_on_one_side",
@@ -1150,7 +1150,7 @@ FAULTS = (
     ),
     Fault(
         "results of a head group are written to the rows of another rank",
-        "executors/distributed/shard_results.py",
+        "executors/distributed/chunk_pass.py",
         "received = slice(first, first + len(rows))",
         "received = slice(0, len(rows))",
         "distributed/test_attention.py::test_every_world_is_exact[3]",
@@ -1178,21 +1178,21 @@ FAULTS = (
     ),
     Fault(
         "joint tokens before the sequence are on the last rank",
-        "executors/distributed/joint.py",
+        "executors/distributed/shards.py",
         "return [0] + [number] * num_ranks",
         "return [0] * num_ranks + [number]",
         "distributed/test_joint_tokens.py::test_every_world_is_exact[2]",
     ),
     Fault(
         "a bias loses its first rows with joint tokens after the sequence",
-        "executors/distributed/joint.py",
+        "executors/distributed/shards.py",
         'slice(number, None) if self.rows.position == "front" else slice(-number)',
         "slice(number, None)",
         "test_matrix.py::test_every_pair_on_ranks",
     ),
     Fault(
         "gradients of streamed parts replace each other",
-        "executors/distributed/chunk_pass.py",
+        "executors/distributed/backward_pass.py",
         "total[:, :, rows] += tensor[:, :, part]",
         "total[:, :, rows] = tensor[:, :, part]",
         "distributed/test_limited_memory.py::"

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from cqs.__main__ import main
-from cqs.executors.distributed.layout import lay_out
+from cqs.executors.distributed.layout import ShardedWork, lay_out
 from cqs.report.measurement import read_rows
 from cqs.scheduler import AttentionShape, Grid2D, Hosts, Quorums, load_interest_set
 from cqs.scheduler.cost_model import METHODS, near_shares, predict, predict_plan
-from cqs.scheduler.machines import FETCHED, MACHINES, Machine
+from cqs.scheduler.machines import MACHINES, Machine
 from cqs.scheduler.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
@@ -26,12 +26,10 @@ NODES = Machine(devices_per_node=8, between=50e9)
 
 def layouts(case, num_devices, head_parallel, num_chunks=1, *, is_backward=False, plan="quorums"):
     lengths = (case.tokens // num_devices,) * num_devices
-    options = {"is_causal": case.is_causal, "pattern": None, "tile": 1, "chunk_rule": FETCHED}
-    options |= {"head_parallel": head_parallel, "num_chunks": num_chunks, "plan": plan}
-    return [
-        lay_out(lengths, lengths, rank, case.shape, with_gradients=is_backward, **options)
-        for rank in range(num_devices)
-    ]
+    options = {"is_causal": case.is_causal, "with_gradients": is_backward, "plan": plan}
+    options |= {"head_parallel": head_parallel, "num_chunks": num_chunks}
+    work = ShardedWork(lengths, lengths, case.shape, **options)
+    return [lay_out(work, rank) for rank in range(num_devices)]
 
 
 def bytes_received(case, layout, head_parallel):

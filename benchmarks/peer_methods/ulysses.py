@@ -14,7 +14,7 @@ from benchmarks.peer_methods.collectives import Messages, all_to_all
 from benchmarks.peer_methods.differentiable import attend_whole, differentiate, record
 from benchmarks.peer_methods.method import Method, count_scores
 from benchmarks.peer_methods.views import heads_first, rows_first_view
-from cqs.executors.distributed.transport.row_copies import RowCopy, copy_rows
+from cqs.executors.distributed.transport.exchange import RowCopy, copy_rows
 from cqs.partial import lse_dtype
 from cqs.patterns import Pattern, per_head
 

@@ -230,7 +230,7 @@ class _Forward(_Chunk):
 
 
 class _Backward(_Chunk):
-    """The bytes of :class:`cqs.executors.distributed.chunk_pass.BackwardPass`."""
+    """The bytes of :class:`cqs.executors.distributed.backward_pass.BackwardPass`."""
 
     def __init__(self, memory: HeldBytes, shape: AttentionShape, rows: DeviceRows) -> None:
         super().__init__(memory, shape, rows)

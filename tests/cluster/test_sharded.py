@@ -347,7 +347,7 @@ def test_killed_workers_do_not_change_a_bit(request, problem, undisturbed, of, n
 
 
 @pytest.mark.sample(99)
-@pytest.mark.parametrize("part", ["fetch", "compute_away", "send_back"])
+@pytest.mark.parametrize("part", ["fetch", "compute_away", "send_results"])
 @pytest.mark.parametrize(("of", "number"), [("pair", 1), ("cluster", 2)])
 def test_failures_in_each_part_of_a_call(request, problem, undisturbed, of, number, part, tmp_path):
     """Once each, when rows have been sent, before they are computed with, or with results sent."""

@@ -22,7 +22,7 @@ from programs import (
 
 import cqs.distributed
 from benchmarks.cases import Case
-from cqs.executors.distributed import checked_call
+from cqs.executors.distributed import attention
 from cqs.executors.distributed.agreement import calls_on, make_control_group, swap
 from cqs.patterns import from_mask
 from cqs.scheduler import Grid2D, Quorums
@@ -199,7 +199,7 @@ def complaint_of_state(group, is_captured, num_sends):
     """Return what is raised where rank 1 captures a graph, or has sent so often."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(checked_call, "is_captured", lambda _: is_captured)
+            patch.setattr(attention, "is_captured", lambda _: is_captured)
             patch.setattr(calls_on(group), "num_sends", num_sends)
         return complaint(group, None, {}, {})
 

@@ -14,7 +14,6 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import cqs.distributed
-from cqs.executors.distributed.attention import _operator
 from cqs.patterns import causal, documents, per_head, sliding_window
 from cqs.patterns.handle import _memories
 from cqs.scheduler import Grid2D
@@ -192,11 +191,12 @@ def check_operator(group):
     tensors = operands(9)
     shapes = [list(each.shape) for each in tensors]
     where = (None, None, handle, seed, False, *options, group.group_name, "front", [0, 0])
+    operator = torch.ops.cqs.sharded_attention.default
     backward = torch.ops.cqs.sharded_attention_backward.default
-    opcheck(_operator, (*(each.detach() for each in tensors), None, *where, False, 0))
+    opcheck(operator, (*(each.detach() for each in tensors), None, *where, False, 0))
     for sinks in (None, torch.zeros(tensors[0].shape[1], requires_grad=True)):
-        opcheck(_operator, (*tensors, sinks, *where, True, 1))
-        output, _, state = _operator(*tensors, sinks, *where, True, 1)
+        opcheck(operator, (*tensors, sinks, *where, True, 1))
+        output, _, state = operator(*tensors, sinks, *where, True, 1)
         of_sinks = None if sinks is None else sinks.detach()
         opcheck(backward, (output.detach(), state, of_sinks, None, *shapes))
 

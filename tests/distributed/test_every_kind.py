@@ -12,9 +12,9 @@ from random_problems import kinds_of, random_case, random_problems
 import cqs.distributed
 from benchmarks.cases import Case
 from cqs.distributed import Strategy
-from cqs.executors.distributed import layout, prepared, probe
-from cqs.executors.distributed.probe import Links
-from cqs.executors.distributed.transport import transports
+from cqs.executors.distributed import layout, prepared
+from cqs.executors.distributed.transport import connections
+from cqs.executors.distributed.transport.connections import Links
 from cqs.scheduler import Grid2D, Hosts, Plan, Quorums, make_plan
 from cqs.scheduler.cost_model import predict
 
@@ -96,9 +96,9 @@ def test_ranks_send_the_bytes_of_the_formulas(ranks, num_ranks, plan, num_querie
 
 def on_hosts(patch, group, hosts):
     """Have ranks be on hosts, with links that have not been measured."""
-    patch.setattr(transports, "_hosts", {})
-    patch.setattr(transports, "_host", lambda: hosts[dist.get_rank(group)])
-    patch.setattr(probe, "_measured", {})
+    patch.setattr(connections, "_hosts", {})
+    patch.setattr(connections, "_host", lambda: hosts[dist.get_rank(group)])
+    patch.setattr(connections, "_measured", {})
     patch.setattr(prepared, "_prepared", {})
 
 
@@ -107,7 +107,7 @@ def call_on_hosts(group, hosts, links=None):
 
     The last are the links that this rank uses afterwards, twice.
     """
-    choices, calls, measure = [], [], probe._measure
+    choices, calls, measure = [], [], connections._measure
 
     def predict_and_note(method, workload, num_ranks, machine, *arguments, **options):
         prediction = predict(method, workload, num_ranks, machine, *arguments, **options)
@@ -117,13 +117,14 @@ def call_on_hosts(group, hosts, links=None):
     with pytest.MonkeyPatch.context() as patch:
         on_hosts(patch, group, hosts)
         patch.setattr(layout, "predict", predict_and_note)
-        patch.setattr(probe, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
+        patch.setattr(connections, "_measure", lambda *a: calls.append(a[2:]) or measure(*a))
         layout.lay_out.cache_clear()
         tensors = [torch.randn(1, heads, 20, 8) for heads in (4, 1, 1)]
         cqs.distributed.attention(*tensors, group=group, strategy=Strategy(links=links))
         (chosen,), measured = choices, list(calls)
-        assert chosen[0] == transports.ranks_per_host(group)
-        return chosen, measured, [probe.probe_links(group, torch.device("cpu")) for _ in range(2)]
+        assert chosen[0] == connections.ranks_per_host(group)
+        device = torch.device("cpu")
+        return chosen, measured, [connections.probe_links(group, device) for _ in range(2)]
 
 
 @pytest.mark.slow
@@ -162,10 +163,11 @@ def links_of_later_groups(group, hosts, links):
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         on_hosts(patch, group, hosts)
-        measured = probe.pin_links(group, None, device)
-        patch.setattr(probe, "_measure", None)  # an earlier group's links are not measured again
-        pinned = probe.pin_links(group, links, device)
-        return measured, pinned, probe.probe_links(group, device)
+        measured = connections.pin_links(group, None, device)
+        # An earlier group's links are not measured again.
+        patch.setattr(connections, "_measure", None)
+        pinned = connections.pin_links(group, links, device)
+        return measured, pinned, connections.probe_links(group, device)
 
 
 def test_a_later_group_keeps_the_links_of_an_earlier_one(ranks):
@@ -183,9 +185,10 @@ def test_bytes_that_pass_at_once_do_not_count(monkeypatch, rate, burst):
         return 2 * (1e-4 + max(num_bytes - burst, 0) / rate)
 
     nothing = SimpleNamespace(get_rank=lambda group: 0, send=lambda *each, **options: None)
-    monkeypatch.setattr(probe, "dist", nothing)
-    monkeypatch.setattr(probe, "_round_trip", round_trip)
-    links = probe._measure(None, torch.device("cpu"), 1, 1)
+    monkeypatch.setattr(connections, "dist", nothing)
+    monkeypatch.setattr(connections, "_round_trip", round_trip)
+    links = connections._measure(None, torch.device("cpu"), 1, 1)
     assert links.bandwidth == pytest.approx(rate, rel=1e-3)
     assert links.latency == pytest.approx(1e-4, rel=0.03)
-    assert probe._measure(None, torch.device("cpu"), 1, 2)[0] == pytest.approx(rate / 2, rel=1e-3)
+    shared = connections._measure(None, torch.device("cpu"), 1, 2)
+    assert shared.bandwidth == pytest.approx(rate / 2, rel=1e-3)

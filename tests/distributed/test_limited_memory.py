@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from layouts import DEFAULTS
 from programs import (
     ShardedProblem,
     check_tracks_exact,
@@ -24,7 +23,9 @@ from random_problems import random_problems
 
 from benchmarks.cases import Case
 from cqs.executors.distributed import bounded, prepared
-from cqs.executors.distributed.chunk_pass import BackwardPass, ForwardPass
+from cqs.executors.distributed.backward_pass import BackwardPass
+from cqs.executors.distributed.chunk_pass import ForwardPass
+from cqs.executors.distributed.layout import ShardedWork
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.token_order import predict_orders
 from cqs.partial import RunningMerge
@@ -269,12 +270,13 @@ def test_at_a_billion_tokens_memory_is_at_most_that_of_a_ring():
 def test_many_ranks_take_an_order_that_fits():
     """Of 32 ranks on hosts of 8, not the bytes of every order are counted."""
     shape = AttentionShape(8, 64, num_kv_heads=4)
-    options = DEFAULTS | {"is_causal": True, "plan": "any", "chunk_rule": SENT}
+    options = {"is_causal": True, "plan": "any", "chunk_rule": SENT}
     options |= {"with_gradients": True, "machine": Machine(devices_per_node=8, between=50e9)}
 
     def lay_out(max_bytes):
         limit = bounded.Limit(max_bytes, True, shape, False, 2, True)
-        return bounded.lay_out_within(limit, (100,) * 32, (100,) * 32, 3, shape, **options)
+        work = ShardedWork((100,) * 32, (100,) * 32, shape, **options)
+        return bounded.lay_out_within(limit, work, 3)
 
     with pytest.raises(ValueError, match="max_bytes must be at least") as error:
         lay_out(1)

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from cqs.executors.distributed.split_steps import keys_of, see_only, split_steps
+from cqs.executors.distributed.layout import keys_of, see_only, split_steps
 from cqs.scheduler import make_plan
 
 

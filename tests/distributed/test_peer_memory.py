@@ -13,16 +13,15 @@ import fake_gpus
 import pytest
 import torch
 from fake_gpus import World, current_rank, current_stream, synchronize
-from layouts import DEFAULTS
 
 import cqs
 from cqs.executors.distributed import rank_task
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.chunk_pass import ForwardPass
+from cqs.executors.distributed.layout import ShardedWork
 from cqs.executors.distributed.transport import ipc_memory, peer_memory, streams
 from cqs.problem import check_problem
 from cqs.scheduler import AttentionShape
-from cqs.scheduler.machines import MACHINES
 from cqs.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -113,11 +112,11 @@ def make_call(*lengths, **changes):
 
 def make_task(transport, call, rank, worker):
     """Return a rank's task; without a fitting order, the one that holds the fewest bytes."""
-    options = DEFAULTS | {"machine": MACHINES["H200"]} | call
+    options = dict(call)
     lengths, (num_heads, num_kv_heads) = options.pop("lengths"), options.pop("heads")
     shape = AttentionShape(num_heads, 3, num_kv_heads=num_kv_heads, itemsize=8)
     limit = Limit(options.pop("max_bytes"), False, shape, True, 4, with_lse=True)
-    layout = lay_out_within(limit, lengths, lengths, rank, shape, **options)
+    layout = lay_out_within(limit, ShardedWork(lengths, lengths, shape, **options), rank)
     return rank_task.RankTask(transport, layout, worker, *[call["with_gradients"]] * 2)
 
 

@@ -62,7 +62,7 @@ FAILED, LOST = "a rank of the group has failed", "rows of other ranks were not r
         ("gloo", "backward", FAILED),
         pytest.param("nccl", "forward", FAILED, marks=pytest.mark.gpu),
         ("gloo", "fetch", LOST),
-        ("gloo", "send_back", LOST),
+        ("gloo", "send_results", LOST),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

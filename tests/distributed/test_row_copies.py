@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cqs.executors.distributed.transport.row_copies import RowCopy, copy_rows
+from cqs.executors.distributed.transport.exchange import RowCopy, copy_rows
 
 pytestmark = pytest.mark.slow
 

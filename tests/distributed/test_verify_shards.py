@@ -52,7 +52,7 @@ def test_one_wrong_rank_makes_all_ranks_raise(ranks, case, options, field):
 def verify_in_a_capture(group):
     shard = torch.randn(1, 2, 4, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cqs.executors.distributed.checked_call.is_captured", lambda device: True)
+        patch.setattr("cqs.executors.distributed.attention.is_captured", lambda device: True)
         cqs.distributed.attention(shard, shard, shard, group=group, verify=True)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from cqs.executors.distributed.layout import keys_of, see_only, split_steps
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.split_steps import keys_of, see_only, split_steps
 from cqs.scheduler import make_plan
 from cqs.scheduler.group_needs import group_needs
 

@@ -38,7 +38,7 @@ BUDGETS = {
     "cqs/worker": Budget(1498, 285, 8),
     "cqs/worker/triton": Budget(3663, 536, 6),
     "cqs/executors": Budget(926, 146, 8),
-    "cqs/executors/distributed": Budget(3322, 284, 15),
+    "cqs/executors/distributed": Budget(3223, 284, 15),
     "cqs/executors/streaming": Budget(1312, 259, 16),
     "cqs/executors/ray": Budget(2765, 375, 16),
     "cqs/integrations": Budget(1560, 254, 15),

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from cqs.executors.distributed.transport import fused_copies
-from cqs.executors.distributed.transport.row_copies import RowCopy
+from cqs.executors.distributed.transport.exchange import RowCopy
 from cqs.partial import Partial, fused_merge
 from cqs.patterns import Pattern, dilated, from_mask, sliding_window
 from cqs.problem.dropout import Dropout

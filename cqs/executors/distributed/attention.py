@@ -1,84 +1,50 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.arguments import with_advice
-from cqs.executors.distributed.checked_call import CheckedCall, check_call
-from cqs.executors.distributed.dtensors import as_dtensor, group_of, to_local
-from cqs.executors.distributed.joint import NO_ROWS, JointParts, JointRows, JointTokens
-from cqs.executors.distributed.operator import define_sharded_attention
+from cqs.arguments import as_bool, with_advice
+from cqs.executors.distributed.agreement import errors_shared
+from cqs.executors.distributed.operator import (
+    DrawnSeed,
+    attention_in_graph,
+    define_sharded_attention,
+)
 from cqs.executors.distributed.prepared import prepared_calls
-from cqs.executors.distributed.strategy import Strategy
+from cqs.executors.distributed.shards import (
+    NO_ROWS,
+    JointParts,
+    JointRows,
+    JointTokens,
+    as_dtensors,
+    group_of,
+    to_local,
+)
+from cqs.executors.distributed.strategy import Strategy, check_strategy
+from cqs.executors.known_calls import find_known
 from cqs.executors.observe import is_observed
-from cqs.executors.operators import handle_of, place_in_graph, plan_text, seed_of
-from cqs.partial import AttentionOutput, Partial
-from cqs.problem.options import AttentionOptions
-from cqs.problem.scores import Scores, take_apart
+from cqs.executors.one_call import Attend, make_call
+from cqs.partial import AttentionOutput
+from cqs.problem import Problem, check_problem
+from cqs.problem.masks import check_is_pattern
+from cqs.problem.options import AttentionOptions, ProblemOptions, problem_options
+from cqs.problem.score_terms import ScoreTerms
+from cqs.problem.scores import Scores
 from cqs.problem.tensors import autocast
 from cqs.uncompiled import replaced_in_graphs, uncompiled
+from cqs.worker.backends import check_backend_name
+from cqs.worker.cuda_graphs import is_captured
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def _attention_in_graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: "dist.ProcessGroup | DeviceMesh | None" = None,
-    strategy: Strategy | None = None,
-    joint: JointTokens | None = None,
-    **options: Unpack[AttentionOptions],
-) -> Any:
-    """Call the operator in place of :func:`attention`."""
-    joined = group_of(group, query)
-    shards, mesh = to_local(*autocast(query, key, value))
-    parts = None if joint is None else JointParts(joint, joined)
-    if parts is not None:
-        shards, options = parts.join(shards, options)
-    tensors, softcap, bias_requires_grad, is_eager = take_apart(options.get("scores"))
-    if is_eager:
-        return NotImplemented
-    strategy, seed = Strategy() if strategy is None else strategy, options.get("seed")
-    dropout_p, return_lse = options.get("dropout_p", 0.0), options.get("return_lse", False)
-    rows = NO_ROWS if parts is None else parts.rows
-    output, lse, _ = _operator(
-        *shards,
-        *tensors,
-        handle_of(options.get("pattern")),
-        seed_of(dropout_p, seed),
-        seed is None,
-        options.get("is_causal", False),
-        options.get("scale"),
-        softcap,
-        bias_requires_grad,
-        dropout_p,
-        str(strategy.head_parallel),
-        strategy.num_chunks,
-        plan_text(strategy.plan),
-        None if strategy.links is None else [*strategy.links],
-        strategy.max_bytes,
-        options.get("backend"),
-        return_lse,
-        options.get("verify", False),
-        "" if joined is None else joined.group_name,
-        rows.position,
-        [*rows[1:]],
-        bias_requires_grad
-        or torch.is_grad_enabled()
-        and any(part is not None and part.requires_grad for part in (*shards, tensors[0])),
-        place_in_graph() if torch.compiler.is_dynamo_compiling() else 0,
-    )
-    return _to_result(Partial(output, lse), query, mesh, parts, return_lse)
-
-
 @with_advice
-@replaced_in_graphs(_attention_in_graph, torch._C._len_torch_dispatch_stack)
+@replaced_in_graphs(attention_in_graph, torch._C._len_torch_dispatch_stack)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -138,11 +104,7 @@ def attention(
         cqs.VerificationError: ``verify`` found a row with an error larger than rounding explains.
             Every rank raises, and the message names the rank and the row of the whole sequence.
     """
-    call = check_call(query, key, value, group, strategy, joint, options)
-    return _attend(call, query)
-
-
-_operator = define_sharded_attention(attention)
+    return _attend((query, key, value), group, strategy, joint, options)
 
 
 @uncompiled
@@ -183,7 +145,8 @@ def prepare(
         ValueError: Arguments do not fit, or ranks differ; the message names the rank.
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
-    call = check_call(query, key, value, group, strategy, joint, {**options, "seed": None})
+    tensors, options = (query, key, value), {**options, "seed": None}
+    call = _check_call(tensors, group, strategy, joint, options)
     prepared_calls(call.group, call.values).prepare(call.group, call.problem)
     return PreparedAttention(call.group, strategy, options, call.values)
 
@@ -236,30 +199,277 @@ class PreparedAttention:
                 errors are those of :func:`attention`.
         """
         options: AttentionOptions = {**self._options, "seed": seed, "scores": scores}
-        operands = query, key, value, self._group, self._strategy, joint, options
-        return _attend(check_call(*operands, self._values), query)
+        choices = self._group, self._strategy, joint, options
+        return _attend((query, key, value), *choices, self._values)
 
 
-def _attend(call: CheckedCall, query: Tensor) -> Tensor | AttentionOutput:
-    """Compute a checked call."""
+def _attend(tensors: tuple[Tensor, Tensor, Tensor], *arguments: Any) -> Tensor | AttentionOutput:
+    """Compute a call; the arguments are those of :func:`_check_call`."""
+    call = _check_call(tensors, *arguments)
     if call.compute is not None and not is_observed():
         answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
     else:
         answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
-    return _to_result(answer, query, call.mesh, call.joint, call.values["return_lse"])
-
-
-def _to_result(
-    answer: Partial,
-    query: Tensor,
-    mesh: "DeviceMesh | None",
-    joint: JointParts | None,
-    return_lse: bool,
-) -> Tensor | AttentionOutput:
-    """Return what a call returns, as DTensors with the rows of ``query`` if there is a mesh."""
-    if joint is not None:
-        output, lse = joint.gather(answer.output), answer.lse
-        answer = Partial(output, joint.gather(lse) if return_lse else lse)
-    elif mesh is not None:
-        answer = Partial(*(as_dtensor(result, query, mesh) for result in answer))
+    return_lse: bool = call.values["return_lse"]
+    if call.joint is not None:
+        answer = call.joint.gather(answer, with_lse=return_lse)
+    elif call.mesh is not None:
+        answer = as_dtensors(answer, tensors[0], call.mesh)
     return answer.to_result(return_lse)
+
+
+class _CheckedCall(NamedTuple):
+    """A call whose arguments are valid on this rank."""
+
+    group: Any
+    """The process group."""
+    problem: Problem
+    """This rank's shards, with the joint tokens."""
+    values: dict[str, Any]
+    """The arguments that must be equal on all ranks, by name."""
+    joint: JointParts | None
+    """The joint tokens that have joined the shards."""
+    mesh: "DeviceMesh | None"
+    """The mesh of the arguments, if they are DTensors."""
+    compute: Attend | None = None
+    """Computes the tensors of the call, if no other rank is required."""
+
+
+_FIXED = (
+    *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
+    *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
+)
+"""Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
+
+
+def _values_of(query: Tensor, problem: Problem) -> dict[str, Any]:
+    """Return the values of a call's tensors that must be equal on all ranks.
+
+    Args:
+        query: The query that was passed, before a head_dim of 0 is padded with zeros.
+        problem: The checked problem.
+    """
+    shape, key, value = problem.query.shape, problem.key, problem.value
+    terms = problem.terms or ScoreTerms()
+    return {
+        "batch": shape[0],
+        "num_heads": shape[1],
+        "num_kv_heads": key.shape[1],
+        "head_dim": query.shape[3],
+        "value_dim": value.shape[3],
+        "dtype": query.dtype,
+        "device": query.device.type,
+        "has_sinks": problem.sinks is not None,
+        "softcap": terms.softcap,
+        "score_terms": tuple(sorted(terms.names)),
+        "bias": None if terms.bias is None else (*terms.bias.shape[:2], terms.bias.shape[3]),
+        "requires_grad": problem.requires_grad,
+        "is_captured": is_captured(query.device),
+    }
+
+
+def _check_call(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: "dist.ProcessGroup | DeviceMesh | None",
+    strategy: Strategy | None,
+    joint: JointTokens | JointRows | None,
+    options: AttentionOptions,
+    prepared: Mapping[str, Any] | None = None,
+) -> _CheckedCall:
+    """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
+
+    Args:
+        tensors: Query, key and value, see :func:`cqs.distributed.attention`.
+        group: The process group.
+        strategy: How the ranks divide the call.
+        joint: The joint tokens; :class:`JointRows` if the shards have them already.
+        options: The other options.
+        prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized, or a rank has failed.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument does not fit.
+        NotImplementedError: The tensors are not supported.
+    """
+    joined = _joined_group(group, tensors[0])
+    rows, parts = NO_ROWS, None
+    if joint is None or isinstance(joint, JointRows):
+        rows = joint or NO_ROWS
+        if (known := _find_known(tensors, joined, strategy, rows, options)) is not None:
+            values, compute = known
+            if prepared is not None:
+                with errors_shared(joined):
+                    _check_prepared(values, prepared)
+            problem = Problem(*tensors, is_causal=False, scale=values["scale"])
+            return _CheckedCall(joined, problem, values, None, None, compute)
+    with errors_shared(joined):
+        shards, mesh = to_local(*autocast(*tensors))
+        if not (joint is None or isinstance(joint, JointRows)):
+            parts = JointParts(joint, joined)
+            shards, options = parts.join(shards, options)
+            rows = parts.rows
+        config = dist.get_backend_config(joined)
+        problem, values = _check(shards, joined.size(), config, strategy, rows, options)
+        if prepared is not None:
+            _check_prepared(values, prepared)
+    return _CheckedCall(joined, problem, values, parts, mesh)
+
+
+_DEFAULTS: AttentionOptions = {
+    "is_causal": False,
+    "pattern": None,
+    "scale": None,
+    "backend": None,
+    "return_lse": False,
+    "verify": False,
+}
+"""The options of calls that are found by their signature, with their default values."""
+_KNOWN = {*_DEFAULTS, "dropout_p", "seed", "scores"}
+
+
+def _find_known(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: Any,
+    strategy: Strategy | None,
+    rows: JointRows,
+    options: AttentionOptions,
+) -> tuple[dict[str, Any], Attend | None] | None:
+    """Return values and function of a call whose signature is known; see :class:`_CheckedCall`."""
+    dropout_p, is_known = options.get("dropout_p", 0.0), options.keys() <= _KNOWN
+    has_values = options.get("seed") is not None or options.get("scores") is not None
+    if has_values or not is_known or type(dropout_p) is not float or dropout_p:
+        return None
+    if not isinstance(tensors[0], Tensor):
+        return None
+    # The fields apart: equal values of different types are different options.
+    choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
+    given = map(options.get, _DEFAULTS, _DEFAULTS.values())
+    config = dist.get_backend_config(group)
+    call = group.size(), config, is_captured(tensors[0].device), rows, *choices, *given
+    return find_known(_make_known, *tensors, *call)
+
+
+def _make_known(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_ranks: int,
+    config: str,
+    is_captured: bool,
+    rows: JointRows,
+    *choices: Any,
+) -> tuple[dict[str, Any], Attend | None] | None:
+    """Return the values that ranks compare, and for one rank the function that computes the call.
+
+    It returns ``None`` if tensors must be expanded or padded.
+    """
+    number = len(choices) - len(_DEFAULTS)
+    strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
+    options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
+    tensors = query, key, value
+    problem, values = _check(tensors, num_ranks, config, strategy, rows, options)
+    shapes = problem.query.shape, problem.key.shape, problem.value.shape
+    if shapes != (query.shape, key.shape, value.shape):
+        return None
+    compute = None
+    if num_ranks == 1 and strategy in (None, Strategy()) and not (values["verify"] or is_captured):
+        is_causal, scale, pattern = values["is_causal"], values["scale"], values["pattern"]
+        compute = make_call(*tensors, is_causal, scale, pattern, True, values["backend"])
+    return values, compute
+
+
+def _check(
+    shards: Sequence[Tensor],
+    num_ranks: int,
+    config: str,
+    strategy: Strategy | None,
+    rows: JointRows,
+    options: AttentionOptions,
+) -> tuple[Problem, dict[str, Any]]:
+    """Validate the shards and options of a call.
+
+    Args:
+        shards: Query, key and value, with joint tokens.
+        num_ranks: Number of ranks of the group.
+        config: Backends of the group by device.
+        strategy: How the ranks divide the call.
+        rows: Number and position of the joint tokens.
+        options: The other options.
+
+    Returns:
+        The problem, and the arguments that must be equal on all ranks, by name.
+    """
+    pattern, seed = options.get("pattern"), options.get("seed")
+    whole = {"is_causal": False, "pattern": None}  # masks are bound to the whole sequence later
+    shard_options: ProblemOptions = {**problem_options(options), **whole}  # type: ignore[typeddict-item]
+    problem = check_problem(*shards, is_shard=True, **shard_options)
+    check_backend_name(backend := options.get("backend"))
+    if f"{problem.query.device.type}:" not in config:
+        raise ValueError(
+            f"query must be on a device of the group ({config}), got {problem.query.device}"
+        )
+    if pattern is not None:
+        check_is_pattern(pattern)
+    strategy = Strategy() if strategy is None else strategy
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}")
+    differs_by_head = pattern is not None and pattern.heads[1] > 1
+    flags = ("is_causal", "return_lse", "verify")
+    values: dict[str, Any] = {
+        "call": "attention",
+        **_values_of(shards[0], problem),
+        **{name: as_bool(name, options.get(name, False)) for name in flags},
+        "pattern": pattern,
+        "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
+        "dropout_p": float(options.get("dropout_p", 0.0)),
+        "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
+        "joint tokens": rows,
+        "backend": backend,
+        **check_strategy(strategy, num_ranks, problem, differs_by_head),
+    }
+    if values["verify"] and values["is_captured"]:
+        raise ValueError(
+            "verify must be False while a CUDA graph is captured, got True: verify a call "
+            "before the capture"
+        )
+    return problem, values
+
+
+def _check_prepared(values: Mapping[str, Any], prepared: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the tensors of a call are as prepared."""
+    for name in _FIXED:
+        if values[name] != prepared[name]:
+            raise ValueError(f"{name} must be as prepared, {prepared[name]}, got {values[name]}")
+
+
+def _joined_group(group: Any, query: Any) -> Any:
+    """Return a group that this process has joined, or raise TypeError or ValueError.
+
+    Args:
+        group: The process group or mesh; ``None`` means that of a DTensor, or the default group.
+        query: The query of the call.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
+    if hasattr(query, "placements") or not isinstance(group, dist.ProcessGroup | None):
+        group = group_of(group, query)
+    if group is None:
+        return dist.group.WORLD
+    rule = f"group must be one that rank {dist.get_rank()}, this process, has joined"
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        advice = "call this on the ranks of the group only"
+        raise TypeError(f"{rule}, got GroupMember.NON_GROUP_MEMBER: {advice}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {group!r}")
+    try:
+        dist.get_rank(group)
+    except ValueError as unknown:
+        raise ValueError(f"{rule} and not destroyed, got {group!r}: {unknown}") from unknown
+    return group
+
+
+define_sharded_attention(uncompiled(_attend))

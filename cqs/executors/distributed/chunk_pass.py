@@ -1,31 +1,27 @@
-"""One head chunk of a rank's task in one pass: receive, compute, return, merge, free."""
+"""One head chunk of a rank's task in a forward pass: receive, compute, return, merge, free."""
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from itertools import chain
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqs.executors.distributed.exchange import Exchange, lay_out_fetch, lay_out_return
 from cqs.executors.distributed.layout import HeadChunk, Layout
-from cqs.executors.distributed.route import Route
-from cqs.executors.distributed.shard_results import (
-    add_gradients,
-    by_heads,
-    narrow,
-    place_results,
+from cqs.executors.distributed.route import HeadsOfRanks, Route
+from cqs.executors.distributed.transport.exchange import (
+    CopySchedule,
+    Exchange,
+    RowCopy,
+    Transfer,
+    copy_rows,
 )
-from cqs.executors.distributed.transport.transfer import Fill, PacketLayout, Transfer
-from cqs.partial import Gradients, Partial, RunningMerge, lse_dtype, merge_rows
+from cqs.partial import Partial, RunningMerge, lse_dtype, merge_rows
 from cqs.scheduler.rounds import KEYS, QUERIES, ChunkRounds, Round
 from cqs.worker import HeldTokens, Worker
 
 Sides = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Tensors of queries, and of keys."""
-PacketLayouts = dict[Any, list[PacketLayout]]
-"""Layouts of the packets of every exchange of a rank's task, made in its first call."""
 
 
 class ChunkPass(ChunkRounds[Route]):
@@ -37,7 +33,6 @@ class ChunkPass(ChunkRounds[Route]):
         exchange: Exchange,
         chunk: HeadChunk,
         worker: Worker,
-        packets: PacketLayouts,
         sent: Sides,
     ) -> None:
         """Prepare the pass.
@@ -47,33 +42,30 @@ class ChunkPass(ChunkRounds[Route]):
             exchange: The exchange of the pass.
             chunk: The heads to compute.
             worker: Worker for these heads.
-            packets: Layouts of packets; new ones are added.
             sent: Tensors of this rank's shard, all heads, that ranks send to each other.
         """
         super().__init__(layout.rounds)
         self.layout, self.chunk, self._worker = layout, chunk, worker
-        self._exchange, self._packets, self._sent = exchange, packets, sent
+        self._exchange, self._sent = exchange, sent
         self._held: tuple[list[Tensor], list[Tensor]] = [], []
         """Tensors of all tokens that the rank holds, with the heads of the chunk."""
 
     def fetch(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
         """Send this rank's tokens, and begin to receive those of others."""
-        tensors, owners = list[Tensor](), list[int]()
+        tensors, routes, heads = list[Tensor](), list[Route](), list[HeadsOfRanks]()
         for side in sides:
+            number = len(self._sent[side])
             tensors += self._sent[side]
-            owners += [side] * len(self._sent[side])
+            routes += [current.routes[side]] * number
+            heads += [self.chunk.heads[side]] * number
         if self.layout.is_bounded and (route := current.routes[sides[0]]).is_local:
             own = self.chunk.heads[sides[0]][route.rank]
             rows = next(iter(route.sends[route.rank]), range(0))
             return Transfer(
                 [narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
             )
-        key = type(self), self.chunk.index, current.routes, sides
-        if key not in self._packets:
-            heads = [self.chunk.heads[side] for side in owners]
-            routes = [current.routes[side] for side in owners]
-            self._packets[key] = lay_out_fetch(tensors, heads, routes)
-        return self._exchange.send(self.chunk.index, tensors, self._packets[key])
+        kind = type(self), sides
+        return self._exchange.send(kind, self.chunk.index, tensors, routes, heads)
 
     def hold(self, sides: tuple[int, ...], transfer: Transfer) -> None:
         """Wait for tokens and hold them."""
@@ -90,15 +82,6 @@ class ChunkPass(ChunkRounds[Route]):
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Add results for this rank's shard to others."""
         raise NotImplementedError
-
-    def send_back(
-        self, results: Sequence[Tensor], routes: Sequence[Route], fill: Fill | None = None
-    ) -> Transfer:
-        """Send results to the owners of their tokens, by the routes of these."""
-        key = type(self), self.chunk.index, *routes
-        if key not in self._packets:
-            self._packets[key] = lay_out_return(results, routes, has_copies=fill is None)
-        return self._exchange.send(self.chunk.index, results, self._packets[key], fill)
 
     def _held_tokens(self, current: Round[Route]) -> list[HeldTokens]:
         """Return query, key, value and the other tensors of queries with their positions."""
@@ -152,7 +135,7 @@ class ForwardPass(ChunkPass):
     def compute(self, current: Round[Route]) -> None:
         """Compute partial outputs of the queries held, and with keys held those of the shard."""
         if not self.layout.is_bounded:
-            self._away = self._send_results()
+            self._away = self.send_results()
             self._compute_home()
         elif current.steps:
             results = self._worker.run_together(current.steps, *self._held_tokens(current))
@@ -174,7 +157,9 @@ class ForwardPass(ChunkPass):
         results, self._results = self._results, None
         if self._merge is not None:
             results, self._merge = self._merge.finish(), None
-        return self.send_back(results or self._empty_results(0), [current.routes[QUERIES]] * 2)
+        routes = [current.routes[QUERIES]] * 2
+        results = results or self._empty_results(0)
+        return self._exchange.send(type(self), self.chunk.index, results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
@@ -209,7 +194,7 @@ class ForwardPass(ChunkPass):
             return self._answer
         return Partial(*(narrow(part, heads) for part in self._answer))
 
-    def _send_results(self) -> Transfer:
+    def send_results(self) -> Transfer:
         """Compute results for other ranks in the send buffer, or in new tensors if they are kept.
 
         They are kept only if they cover all keys of their queries.
@@ -223,7 +208,8 @@ class ForwardPass(ChunkPass):
             self.kept += [query, *keys, *(results if is_kept else ())]
         if is_kept:
             self.compute_away(results)
-        return self.send_back(sent, [route] * len(sent), None if is_kept else self._fill)
+        routes, fill = [route] * len(sent), None if is_kept else self._fill
+        return self._exchange.send(type(self), self.chunk.index, sent, routes, fill=fill)
 
     def _fill(self, places: list[Tensor]) -> None:
         """Compute results for other ranks in the send buffer, ``[rows, batch, heads, ...]``."""
@@ -283,86 +269,78 @@ class ForwardPass(ChunkPass):
         return Partial(output, query.new_empty(output.shape[:3], dtype=lse_dtype(query.dtype)))
 
 
-class BackwardPass(ChunkPass):
-    """Computes the gradients of this rank's shard."""
+@lru_cache(maxsize=256)
+def by_heads(route: Route, heads: HeadsOfRanks) -> dict[range, list[tuple[slice, slice]]]:
+    """Split results that were sent back to this rank by heads, and by rank and row range.
 
-    def __init__(
-        self, *fields: Any, gradients: Callable[[], Gradients], kept: Sequence[Tensor]
-    ) -> None:
-        """Prepare a backward pass.
+    Args:
+        route: The route by which this rank sent the tokens out.
+        heads: The heads that every rank sent back.
 
-        Args:
-            *fields: Those of :class:`ChunkPass`.
-            gradients: Returns gradients of this rank's shard, all heads; written to. Its first call
-                allocates them.
-            kept: Tensors that the forward pass of the chunk kept.
-        """
-        super().__init__(*fields)
-        self._held = [*kept[:1]], [*kept[1:3]]
-        self._gradients, self._final = gradients, kept[3:]
-        self._results: tuple[list[Tensor], list[Tensor]] = [], []
-        """Gradients of the tokens held, of queries and of keys."""
-        self._sums: list[dict[range, tuple[Tensor, Tensor]]] = []
-        """For each gradient and range of heads, its place and its sum, if parts are added."""
-        if self.layout.is_bounded:
-            for gradient, heads in zip(gradients(), self.chunk.heads, strict=True):
-                places = {group: narrow(gradient, group) for group in dict.fromkeys(heads)}
-                self._sums.append({group: (part, _sum_of(part)) for group, part in places.items()})
-
-    def compute(self, current: Round[Route]) -> None:
-        """Add the gradients of a round to those of the tokens held."""
-        (query, *_), keys = self._held
-        if not current.steps:
-            for side in chain(*current.returns):
-                if not self._results[side]:  # no rows
-                    self._results[side].extend(map(torch.empty_like, ([query], keys)[side]))
-            return
-        self._held[QUERIES].extend(self._final)
-        dtype = None if self.layout.is_bounded else query.dtype
-        tokens = self._held_tokens(current)
-        gradients = self._worker.run_backward(current.steps, *tokens, dtype=dtype)
-        for results, tensors in zip(self._results, (gradients[:1], gradients[1:]), strict=True):
-            for total, tensor in zip(results, tensors, strict=False):
-                total += tensor
-            results += tensors[len(results) :]
-
-    def free(self, current: Round[Route], sides: tuple[int, ...]) -> Transfer:
-        """Free tokens, and send their gradients to the owners in the dtype of the query."""
-        results, routes, dtype = list[Tensor](), list[Route](), self._sent[QUERIES][0].dtype
-        for side in sides:
-            self._held[side].clear()
-            results += [gradient.to(dtype) for gradient in self._results[side]]
-            routes += [current.routes[side]] * len(self._results[side])
-            self._results[side].clear()
-        return self.send_back(results, routes)
-
-    def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
-        """Add gradients that ranks sent back for this rank's shard.
-
-        Without a limit of memory one exchange brings all of them, and their sum is written. With a
-        limit every exchange brings those of one side, and :meth:`finish` writes the sum.
-        """
-        if not self.layout.is_bounded:
-            add_gradients(self._gradients(), received, self.layout, self.chunk)
-            return
-        (side,) = sides  # QUERIES = 0: that of query; KEYS = 1: those of key and value, 1 and 2
-        for number, tensor in enumerate(received, side):
-            groups = by_heads(current.routes[side], self.chunk.heads[number])
-            for heads, places in groups.items():
-                total = self._sums[number][heads][1]
-                for part, rows in places:
-                    total[:, :, rows] += tensor[:, :, part]
-
-    def finish(self) -> None:
-        """Write the gradients, and free their sums."""
-        super().finish()
-        while self._sums:
-            for place, total in self._sums.pop().values():
-                if total is not place:
-                    place.copy_(total)
+    Returns:
+        For each range of heads, rows of the results, and the rows of this rank's shard.
+    """
+    groups: dict[range, list[tuple[slice, slice]]] = {rank_heads: [] for rank_heads in heads}
+    first = 0
+    for rank_heads, ranges in zip(heads, route.sends, strict=True):
+        for rows in ranges:
+            received = slice(first, first + len(rows))
+            groups[rank_heads].append((received, slice(rows.start, rows.stop)))
+            first = received.stop
+    return groups
 
 
-def _sum_of(place: Tensor) -> Tensor:
-    """Return zeros to add gradients to: the place itself if its dtype is wide enough."""
-    dtype = lse_dtype(place.dtype)
-    return place if place.dtype == dtype else place.new_zeros(place.shape, dtype=dtype)
+@lru_cache(maxsize=256)
+def schedule_back(route: Route, heads: tuple[HeadsOfRanks, ...]) -> CopySchedule:
+    """Return the copies of results into shards, where at most one rank sent each row and head.
+
+    Args:
+        route: The route by which this rank sent the tokens out.
+        heads: For each tensor, the heads that every rank sent back.
+    """
+    schedule, there = [], 0
+    for rank, ranges in enumerate(route.sends):
+        for rows in ranges:
+            for i, head_ranges in enumerate(heads):
+                first, width = head_ranges[rank].start, len(head_ranges[rank])
+                schedule.append(RowCopy(i, there, rows.start, len(rows), 0, first, width))
+            there += len(rows)
+    return tuple(schedule)
+
+
+def place_results(
+    targets: Sequence[Tensor],
+    received: Sequence[Tensor],
+    heads: Sequence[HeadsOfRanks],
+    route: Route,
+    nothing: float,
+    *,
+    done: int | None = None,
+) -> None:
+    """Copy results of which each row and head was received at most once into the shards.
+
+    Args:
+        targets: This rank's tensors, each ``[batch, heads, rows, ...]``; written to.
+        received: Results of other ranks, each ``[batch, heads of a rank, rows, ...]``.
+        heads: For each target, the heads of every rank.
+        route: The route by which this rank sent the tokens out.
+        nothing: Value for rows that no rank sent.
+        done: Rank whose heads are in the targets already, except the rows received, if any.
+    """
+    for target, groups in zip(targets, heads, strict=True):
+        num_rows = dict.fromkeys(groups, 0)
+        for group, number in zip(groups, route.lengths, strict=True):
+            num_rows[group] += number
+        if done is not None:
+            del num_rows[groups[done]]
+        for group, number in num_rows.items():
+            if number < target.shape[2]:
+                narrow(target, group).fill_(nothing)
+    copy_rows(received, targets, schedule_back(route, tuple(heads)))
+
+
+def narrow(tensor: Tensor, heads: range) -> Tensor:
+    """Return a range of heads of a tensor ``[batch, heads, ...]``."""
+    if len(heads) == tensor.shape[1]:
+        return tensor
+    return tensor[:, heads.start : heads.stop]

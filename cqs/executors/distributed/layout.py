@@ -1,35 +1,26 @@
 """The work of every rank of a group, and the rows of each shard that it requires."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cqs.executors.distributed.route import Route, cut_shards
-from cqs.executors.distributed.split_steps import (
-    SplitSteps,
-    keys_of,
-    see_only,
-    span_of,
-    split_documents,
-    split_steps,
-)
 from cqs.patterns import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
+from cqs.ranges import contains, overlap
 from cqs.scheduler import AttentionShape, Documents, Kind, Plan, Step, make_plan
 from cqs.scheduler.cost_model import Prediction, predict
 from cqs.scheduler.document_cost import join_shards, predict_documents
 from cqs.scheduler.kinds import fit_kind, is_final
-from cqs.scheduler.machines import MACHINES, ChunkRule, Machine
+from cqs.scheduler.machines import FETCHED, MACHINES, ChunkRule, Machine
+from cqs.scheduler.placement import Placement
 from cqs.scheduler.rounds import Round
 from cqs.scheduler.task import join_ranges
 from cqs.scheduler.workload import Workload
 
 Lengths = tuple[int, ...]
 """Number of tokens in every rank's shard."""
-
-HeadsOfRanks = tuple[range, ...]
-"""A range of heads for every rank; all ranges have one length."""
 
 Wanted = list[tuple[range, ...]]
 """For every rank, ascending token ranges."""
@@ -39,6 +30,17 @@ Separate = Sequence[tuple[int, int]]
 _SLACK = 0.02
 """Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
 more accurate than this."""
+
+
+class SplitSteps(NamedTuple):
+    """The steps of a task in three parts; their ``live_pairs`` ignore a pattern."""
+
+    own: tuple[Step, ...]
+    """Steps whose queries and keys are both in the rank's shard."""
+    home: tuple[Step, ...]
+    """Steps with queries of the rank's shard and keys that it does not hold in full."""
+    away: tuple[Step, ...]
+    """Steps with queries of other ranks."""
 
 
 @dataclass(frozen=True)
@@ -136,81 +138,89 @@ class Layout:
         """Number of distinct keys that the steps read."""
         return sum(map(len, keys_of(self.steps)))
 
-    def moved_bytes(self, shape: AttentionShape) -> int:
-        """Return the bytes that all ranks send to others in a forward pass, without LSEs.
-
-        Args:
-            shape: Heads, head dimensions, batch and element size of the shards.
-        """
-        part = self.chunks[0].part(shape)
-        output = part.batch * part.num_heads * part.value_columns * part.itemsize
-        sent = output * self.result_route.num_moved + part.query_bytes(self.query_route.num_moved)
-        return len(self.chunks) * (sent + part.key_bytes(self.key_route.num_moved))
-
     @cached_property
     def is_final(self) -> bool:
         """Whether results cover all keys of their queries and need no merge."""
         return is_final(self.plan.kind) and not self.is_bounded
 
 
+@dataclass(frozen=True)
+class ShardedWork:
+    """Attention over the shards of a group, and the choices that determine its layout."""
+
+    seqlens_q: Lengths
+    """Number of queries in every rank's shard."""
+    seqlens_kv: Lengths
+    """Number of keys in every rank's shard."""
+    shape: AttentionShape
+    """Numbers of heads, head dimensions and element size."""
+    is_causal: bool = False
+    """Whether attention is causal over the whole sequence."""
+    pattern: Any = None
+    """Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`."""
+    plan: Kind | str | None = None
+    """Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
+    :func:`cqs.scheduler.cost_model.predict`; the choice depends on these fields alone, so it is the
+    same on all ranks."""
+    head_parallel: int | str = "auto"
+    """Head-parallel degree, see :func:`cqs.scheduler.head_groups.why_not_head_parallel`; ``"auto"``
+    chooses it."""
+    num_chunks: int | None = None
+    """Maximum number of head chunks; ``None`` chooses it by work and links."""
+    tile: int = 1
+    """Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`."""
+    chunk_rule: ChunkRule = FETCHED
+    """Thresholds of :meth:`cqs.scheduler.workload.Workload.num_chunks`."""
+    machine: Machine = MACHINES["H200"]
+    """Throughput and links of the ranks' devices."""
+    with_gradients: bool = False
+    """Whether a backward pass will follow."""
+
+    @cached_property
+    def bound(self) -> BoundPattern | None:
+        """The pattern of the whole sequence."""
+        lengths = sum(self.seqlens_q), sum(self.seqlens_kv)
+        return None if self.pattern is None else self.pattern.bind(*lengths)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The attention problem of the cost model."""
+        lengths = sum(self.seqlens_q), sum(self.seqlens_kv)
+        num_pairs = None if self.bound is None else self.bound.num_pairs
+        return Workload(lengths[0], self.shape, self.is_causal, lengths[1], num_pairs)
+
+    @property
+    def passes(self) -> str:
+        """The passes that are predicted."""
+        return "both" if self.with_gradients else "forward"
+
+    def planned(self, head_parallel: int, kind: Kind) -> "ShardedWork":
+        """Return this work with gradients, by a plan of this kind and degree."""
+        return replace(self, head_parallel=head_parallel, plan=kind, with_gradients=True)
+
+
 @lru_cache(maxsize=32)
-def lay_out(
-    seqlens_q: Lengths,
-    seqlens_kv: Lengths,
-    rank: int,
-    shape: AttentionShape,
-    *,
-    head_parallel: int | str,
-    num_chunks: int | None,
-    is_causal: bool,
-    pattern: Any,
-    plan: Kind | str | None,
-    tile: int,
-    chunk_rule: ChunkRule,
-    with_gradients: bool,
-    machine: Machine = MACHINES["H200"],
-) -> Layout:
+def lay_out(work: ShardedWork, rank: int) -> Layout:
     """Lay out attention over the shards of a group for one rank.
 
-    Args:
-        seqlens_q: Number of queries in every rank's shard.
-        seqlens_kv: Number of keys in every rank's shard.
-        rank: The rank to lay out.
-        shape: Numbers of heads, head dimensions and element size.
-        head_parallel: Head-parallel degree, see
-            :func:`cqs.scheduler.head_groups.why_not_head_parallel`; ``"auto"`` chooses it.
-        num_chunks: Maximum number of head chunks; ``None`` chooses it by work and links.
-        is_causal: Whether attention is causal over the whole sequence.
-        pattern: Sparse pattern, the same for all heads, or ``None``; see :func:`cqs.make_plan`.
-        plan: Kinds of the plan of ``ranks / head_parallel`` tasks to choose from, see
-            :func:`cqs.scheduler.cost_model.predict`; the choice depends on the arguments alone, so
-            it is the same on all ranks.
-        tile: Number of tokens at whose multiples tasks are cut; see :func:`cqs.make_plan`.
-        chunk_rule: Thresholds of :meth:`cqs.scheduler.workload.Workload.num_chunks`.
-        with_gradients: Whether a backward pass will follow.
-        machine: Throughput and links of the ranks' devices.
-
     Raises:
-        ValueError: ``plan`` does not fit the number of ranks.
+        ValueError: ``work.plan`` does not fit the number of ranks.
     """
-    num_ranks, lengths = len(seqlens_q), (sum(seqlens_q), sum(seqlens_kv))
-    workload, bound = make_workload(seqlens_q, seqlens_kv, shape, is_causal, pattern)
-    passes = "both" if with_gradients else "forward"
-    chosen = _choose_plan(
-        workload, bound, seqlens_q, seqlens_kv, machine, passes, plan, head_parallel, tile
-    )
+    seqlens_q, seqlens_kv, num_ranks = work.seqlens_q, work.seqlens_kv, len(work.seqlens_q)
+    chosen = _choose_plan(work)
     kind, head_parallel = chosen.kind, chosen.head_parallel
     assert kind is not None
     if isinstance(kind, Documents) and not kind.shards:
         shards, key_shards = (join_shards(lens, head_parallel) for lens in (seqlens_q, seqlens_kv))
         kind = Documents(shards, key_shards, kind.tolerance)
+    options: Any = {"is_causal": work.is_causal, "tile": work.tile, "pattern": work.pattern}
     num_tasks = num_ranks // head_parallel
     task_plan = make_plan(
-        *lengths, num_tasks=num_tasks, is_causal=is_causal, kind=kind, tile=tile, pattern=pattern
+        sum(seqlens_q), sum(seqlens_kv), num_tasks=num_tasks, kind=kind, **options
     )
     shards_q, shards_kv = cut_shards(seqlens_q), cut_shards(seqlens_kv)
     splits, wanted_results, wanted_queries, wanted_keys = _find_needs(
-        task_plan, shards_q, shards_kv, head_parallel, with_gradients
+        task_plan, shards_q, shards_kv, head_parallel, work.with_gradients
     )
     query_route = result_route = Route(shards_q, wanted_results, rank)
     if wanted_queries != wanted_results:
@@ -218,16 +228,14 @@ def lay_out(
     key_route = Route(shards_kv, wanted_keys, rank)
     if seqlens_q == seqlens_kv and wanted_queries == wanted_keys:
         key_route = query_route
-    number = replace(workload, num_pairs=task_plan.live_pairs).num_chunks(
-        num_ranks,
-        head_parallel,
-        num_chunks,
-        is_backward=with_gradients,
+    number = replace(work.workload, num_pairs=task_plan.live_pairs).num_chunks(
+        *(num_ranks, head_parallel, work.num_chunks),
+        is_backward=work.with_gradients,
         kind=kind,
-        rule=chunk_rule,
-        machine=machine,
+        rule=work.chunk_rule,
+        machine=work.machine,
     )
-    chunks = make_chunks(number, num_ranks, head_parallel, shape)
+    chunks = make_chunks(number, num_ranks, head_parallel, work.shape)
     own = shards_q[rank], shards_kv[rank]
     whole = Round((query_route, key_route), steps=sum(splits[rank], ()))
     separate = [
@@ -236,16 +244,6 @@ def lay_out(
     ]
     routes = query_route, key_route, result_route
     return Layout(task_plan, *splits[rank], *own, *routes, chunks, separate, (whole,))
-
-
-def make_workload(
-    seqlens_q: Lengths, seqlens_kv: Lengths, shape: AttentionShape, is_causal: bool, pattern: Any
-) -> tuple[Workload, BoundPattern | None]:
-    """Return the workload of :func:`lay_out`, and the pattern of the whole sequence."""
-    lengths = sum(seqlens_q), sum(seqlens_kv)
-    bound = None if pattern is None else pattern.bind(*lengths)
-    num_pairs = None if bound is None else bound.num_pairs
-    return Workload(lengths[0], shape, is_causal, lengths[1], num_pairs), bound
 
 
 def _find_needs(
@@ -296,29 +294,15 @@ def _find_needs(
     return splits, wanted_results, wanted_results, wanted_keys
 
 
-def _choose_plan(
-    workload: Workload,
-    bound: BoundPattern | None,
-    seqlens_q: Lengths,
-    seqlens_kv: Lengths,
-    machine: Machine,
-    passes: str,
-    plan: Kind | str | None,
-    head_parallel: int | str,
-    tile: int,
-) -> Prediction:
-    """Choose the kind of the plan and the head-parallel degree; see :func:`lay_out`."""
-    num_ranks, documents = len(seqlens_q), None
-    if isinstance(bound, BoundDocuments) and plan in (None, "any", "documents"):
+def _choose_plan(work: ShardedWork) -> Prediction:
+    """Choose the kind of the plan and the head-parallel degree; see :class:`ShardedWork`."""
+    num_ranks, workload, machine, documents = len(work.seqlens_q), work.workload, work.machine, None
+    plan, head_parallel, passes = work.plan, work.head_parallel, work.passes
+    if isinstance(work.bound, BoundDocuments) and plan in (None, "any", "documents"):
         documents = predict_documents(
-            workload,
-            bound,
-            seqlens_q,
-            seqlens_kv,
-            machine,
-            passes,
+            *(workload, work.bound, work.seqlens_q, work.seqlens_kv, machine, passes),
             head_parallel=head_parallel,
-            tile=tile,
+            tile=work.tile,
         )
         least = workload.one_device_seconds(machine, passes) / num_ranks
         is_one_host = plan is None and machine.devices_per_node >= num_ranks
@@ -349,3 +333,96 @@ def make_chunks(
         HeadChunk(i, cut_heads(shape.num_heads, i), cut_heads(shape.kv_heads, i))
         for i in range(number)
     )
+
+
+def split_steps(
+    steps: Iterable[Step], queries: range, keys: range, pattern: BoundPattern | None = None
+) -> SplitSteps:
+    """Split steps by the tokens of a rank's shard, given as positions of its queries and keys.
+
+    A causal square is not split along its keys: it is ``own`` only if the shard has all of them.
+    Parts without a live pair of ``pattern`` are dropped.
+
+    Example:
+        >>> step = Step(0, range(4, 8), (range(0, 4),), range(4, 8), 26)
+        >>> split = split_steps([step], range(6, 9), range(5, 9))
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.own]
+        [(range(6, 8), (range(5, 6),), range(6, 8))]
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.home]
+        [(range(6, 8), (range(0, 5),), None)]
+        >>> [(step.queries, step.keys, step.causal_keys) for step in split.away]
+        [(range(4, 6), (range(0, 4),), range(4, 6))]
+    """
+    own: list[Step] = []
+    home: list[Step] = []
+    away: list[Step] = []
+    for step in steps:
+        for rows in _split(step.queries, queries):
+            seen, square = _keys_of_rows(step, rows)
+            parts = [(away, seen, square)]
+            if contains(queries, rows):
+                here = [overlap(span, keys) for span in seen]
+                there = [e for span in seen for e in _split(span, keys) if not contains(keys, e)]
+                is_own = square is not None and contains(keys, square)
+                parts = [(own, here, square if is_own else None)]
+                parts += [(home, there, None if is_own else square)]
+            for chosen, spans, diagonal in parts:
+                part = Step.of(step.query_group, rows, spans, diagonal)
+                live = pattern is None or any(pattern.count(rows, span) for span in part.keys)
+                if part.live_pairs and live:
+                    chosen.append(part)
+    return SplitSteps(tuple(own), tuple(home), tuple(away))
+
+
+def split_documents(
+    placement: Placement, owned: Sequence[range], head_parallel: int
+) -> list[SplitSteps]:
+    """Return the steps of every rank for packed documents; their query group is the rank.
+
+    Args:
+        placement: The queries of all tasks, of which each has all keys.
+        owned: For every rank, the positions of the queries that count as its own.
+        head_parallel: Number of ranks of a task.
+    """
+    parts = [
+        (rank, part)
+        for rank, own in enumerate(owned)
+        for queries in placement.queries.task_ranges(rank // head_parallel)
+        for part in (_split(queries, own) if own else [queries])
+    ]
+    home, away = ([list[Step]() for _ in owned] for _ in range(2))
+    for step in placement.steps(parts):
+        is_own = contains(owned[step.query_group], step.queries)
+        (home if is_own else away)[step.query_group].append(step)
+    return [SplitSteps((), *map(tuple, parts)) for parts in zip(home, away, strict=True)]
+
+
+def span_of(steps: Sequence[Step]) -> range:
+    """Return the queries from the first step to the last."""
+    return range(steps[0].queries.start, steps[-1].queries.stop) if steps else range(0)
+
+
+def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
+    """Return the distinct keys of steps in ascending ranges."""
+    return join_ranges(block.keys for step in steps for block in step.blocks())
+
+
+def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:
+    """Return the keys that every one of the rows sees, and the causal square of the rows."""
+    if step.causal_keys is None:
+        return list(step.keys), None
+    first, last = (
+        step.causal_keys.start + end - step.queries.start for end in (rows.start, rows.stop)
+    )
+    return [*step.keys, range(step.causal_keys.start, first)], range(first, last)
+
+
+def see_only(keys: range, steps: Iterable[Step]) -> bool:
+    """Return whether steps read no keys outside ``keys``."""
+    return all(contains(keys, block.keys) for step in steps for block in step.blocks())
+
+
+def _split(tokens: range, at: range) -> list[range]:
+    """Split a range at both ends of ``at``."""
+    marks = sorted({tokens.start, tokens.stop, *(e for e in (at.start, at.stop) if e in tokens)})
+    return [range(a, b) for a, b in zip(marks, marks[1:], strict=False)]

@@ -13,13 +13,17 @@ from torch import Tensor
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
 from cqs.executors.distributed.agreement import Request, Shards, calls_on, control_group, swap
 from cqs.executors.distributed.bounded import Limit, lay_out_within
-from cqs.executors.distributed.layout import Layout
-from cqs.executors.distributed.probe import Links, probe_links
+from cqs.executors.distributed.layout import Layout, ShardedWork
 from cqs.executors.distributed.rank_task import RankTask
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
-from cqs.executors.distributed.transport.transfer import Transport
-from cqs.executors.distributed.transport.transports import ranks_per_host, transport_of
+from cqs.executors.distributed.transport.connections import (
+    Links,
+    probe_links,
+    ranks_per_host,
+    transport_of,
+)
+from cqs.executors.distributed.transport.exchange import Transport
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
@@ -35,7 +39,8 @@ _MOST_SIGNATURES = 64
 """Number of signatures of a group that are kept."""
 _MOST_PLACEMENTS = 16
 """Number of shard lengths of a signature that are kept."""
-_prepared: "WeakKeyDictionary[Any, dict[Any, PreparedCalls]]" = WeakKeyDictionary()
+_prepared: "WeakKeyDictionary[Any, Callable[..., PreparedCalls]]" = WeakKeyDictionary()
+"""For each process group, the function that returns the calls of a signature."""
 
 
 def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
@@ -46,13 +51,9 @@ def prepared_calls(group: Any, values: Mapping[str, Any]) -> "PreparedCalls":
         values: Arguments of the call that must be equal on all ranks, by name.
     """
     group = group or dist.group.WORLD
-    if (prepared := _prepared.get(group)) is None:
-        prepared = _prepared[group] = {}
-    signature = tuple(values.values())
-    if (calls := prepared.get(signature)) is None:
-        if len(prepared) >= _MOST_SIGNATURES:
-            del prepared[next(iter(prepared))]
-        calls = prepared[signature] = PreparedCalls(values)
+    if (find := _prepared.get(group)) is None:
+        find = _prepared[group] = lru_cache(_MOST_SIGNATURES)(PreparedCalls)
+    calls: PreparedCalls = find(tuple(values.items()))
     return calls
 
 
@@ -63,10 +64,10 @@ class PreparedCalls:
     it does anything that other ranks can notice.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """Take the arguments that must be equal on all ranks, by name."""
-        self.values = values
-        self._request = Request(values)
+    def __init__(self, signature: tuple[tuple[str, Any], ...]) -> None:
+        """Take the arguments that must be equal on all ranks, each with its name."""
+        self.values = dict(signature)
+        self._request = Request(self.values)
         self._placements: dict[Shards, _Placement] = {}
 
     def prepare(self, group: Any, problem: Problem) -> None:
@@ -75,7 +76,7 @@ class PreparedCalls:
         with calls.call():
             shards = calls.compare(control_group(group), request, _own_numbers(problem))
             placement = self._place(group, problem, shards)
-            self._lay_out_parts(placement, placement.bind(problem, shards.seed))
+            placement.lay_out_parts(placement.bind(problem, shards.seed))
         calls.check()
 
     def attend(self, group: Any, problem: Problem) -> Partial:
@@ -93,58 +94,11 @@ class PreparedCalls:
         with calls.call():
             shards = calls.compare(control_group(group), self._request, _own_numbers(problem))
             number, calls.num_calls = calls.num_calls, calls.num_calls + 1
-            answer = self._attend(group, problem, shards, number)
+            placement = self._place(group, problem, shards)
+            answer = placement.attend(group, placement.bind(problem, shards.seed), number)
         # With gradients the backward pass checks: other ranks wait for this one to run it.
         if not answer.output.requires_grad:
             calls.check()
-        return answer
-
-    def _attend(self, group: Any, problem: Problem, shards: Shards, number: int) -> Partial:
-        """Compute this rank's queries, given the shard lengths of all ranks."""
-        values, placement = self.values, self._place(group, problem, shards)
-        problem = placement.bind(problem, shards.seed)
-        if placement.limit is not None and problem.differs_by_head:
-            self._lay_out_parts(placement, problem)
-        if problem.terms is not None and (bias := problem.terms.bias) is not None:
-            if not has_own_rows(group, bias, problem.query.shape[2]):
-                # Every rank has all rows of such a bias, so none is exchanged.
-                problem = replace(problem, terms=replace(problem.terms, held=None))
-
-        def attend(part: Problem) -> Attended:
-            task, terms = self._lay_out(placement, part), None
-            shapes = part.query.shape, part.key.shape, part.value.shape
-            if not part.query.shape[0]:  # no rank sends a row in either pass
-                empty = part.empty_answer()
-                return Attended(empty, (), lambda _, g, __: Gradients(*map(g.new_empty, shapes)))
-            chosen = task.worker.chosen
-            name = "several" if chosen is None else chosen.name
-            observed = task.layout.plan, part.num_bytes, lambda: name
-            if part.terms is not None:
-                layouts = placement.layouts(part, values) if part.terms.held else []
-                terms = RankTerms(group, part.terms, task.layout, layouts)
-            with observe("forward", *observed):
-                task_terms, bias = None, tuple[Tensor, ...]()
-                if terms is not None and part.terms is not None:
-                    task_terms, bias = terms.gather(part.terms)
-                answer, kept = task.attend(part, task_terms, number)
-
-            num_bias = len(bias)
-
-            def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
-                kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
-                task_terms = None if terms is None else terms.with_sums(bias, sums)
-                compute = partial(task.differentiate, shapes, kept, grad_output, task_terms)
-                with observe("backward", *observed):
-                    gradients = _differentiate(group, number, compute)
-                    if terms is not None and task_terms is not None:
-                        terms.return_sums(task_terms, sums)
-                    return gradients
-
-            return Attended(answer, (*kept, *bias), differentiate)
-
-        answer = attend_differentiably(problem, attend)
-        if values["verify"]:
-            verify_shards(group, problem, answer, shards)
         return answer
 
     def _place(self, group: Any, problem: Problem, shards: Shards) -> "_Placement":
@@ -157,33 +111,13 @@ class PreparedCalls:
             self._placements[key] = placement
         return self._placements[key]
 
-    def _lay_out_parts(self, placement: "_Placement", problem: Problem) -> None:
-        """Lay out all parts of the problem; an error gives a limit that is enough for all."""
-        errors = list[ValueError]()
-        for _, part in problem.parts():
-            try:
-                self._lay_out(placement, part)
-            except ValueError as error:
-                errors.append(error)
-        if errors:  # their texts differ in the limit alone, so the longest has the largest
-            raise max(errors, key=lambda error: (len(str(error)), str(error)))
-
-    def _lay_out(self, placement: "_Placement", part: Problem) -> RankTask:
-        """Return the task of this rank for a part of the problem with a single pattern."""
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        key = part.pattern, *part.query.shape[:2], part.key.shape[1], is_deterministic
-        if key not in placement.tasks:
-            placement.tasks[key] = placement.make_task(part, self.values)
-        task = placement.tasks[key]
-        if part.dropout is None:
-            return task
-        return replace(task, worker=replace(task.worker, dropout=part.dropout))
-
 
 @dataclass(frozen=True)
 class _Placement:
     """What the calls of one signature with equal shard lengths on all ranks share."""
 
+    values: Mapping[str, Any]
+    """The arguments that are equal on all ranks, by name."""
     rank: int
     shards: Shards
     machine: Machine
@@ -218,7 +152,9 @@ class _Placement:
         machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
         if limit is None and not values["is_captured"] and device.type == "cuda":
             limit = min(swap(control_group(group), [free_bytes(device)]))
-        return cls(dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern)
+        return cls(
+            values, dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern
+        )
 
     def bind(self, problem: Problem, seed: int) -> Problem:
         """Return a problem with the mask of the whole sequence and the seed of rank 0."""
@@ -244,18 +180,91 @@ class _Placement:
         queries = cut_shards(self.shards.seqlens_q)[self.rank]
         return replace(terms, held=((queries,), (range(num_keys),)))
 
-    def layouts(self, part: Problem, values: Mapping[str, Any]) -> list[Layout]:
-        """Return the layouts of all ranks for a part of the problem."""
-        return [self._lay_out(part, values, rank) for rank in range(len(self.shards.seqlens_q))]
+    def attend(self, group: Any, problem: Problem, number: int) -> Partial:
+        """Compute this rank's queries, and compare sampled rows if that is asked for.
 
-    def make_task(self, part: Problem, values: Mapping[str, Any]) -> RankTask:
+        Args:
+            group: The process group; ``None`` means the default group.
+            problem: This rank's shards, from :meth:`bind`.
+            number: Number of the call.
+        """
+        if self.limit is not None and problem.differs_by_head:
+            self.lay_out_parts(problem)
+        if problem.terms is not None and (bias := problem.terms.bias) is not None:
+            if not has_own_rows(group, bias, problem.query.shape[2]):
+                # Every rank has all rows of such a bias, so none is exchanged.
+                problem = replace(problem, terms=replace(problem.terms, held=None))
+        answer = attend_differentiably(problem, partial(self._attend_part, group, number))
+        if self.values["verify"]:
+            verify_shards(group, problem, answer, self.shards)
+        return answer
+
+    def _attend_part(self, group: Any, number: int, part: Problem) -> Attended:
+        """Compute a part of the problem with a single pattern."""
+        task, terms = self._task_of(part), None
+        shapes = part.query.shape, part.key.shape, part.value.shape
+        if not part.query.shape[0]:  # no rank sends a row in either pass
+            empty = part.empty_answer()
+            return Attended(empty, (), lambda _, g, __: Gradients(*map(g.new_empty, shapes)))
+        chosen = task.worker.chosen
+        name = "several" if chosen is None else chosen.name
+        observed = task.layout.plan, part.num_bytes, lambda: name
+        if part.terms is not None:
+            ranks = range(len(self.shards.seqlens_q)) if part.terms.held else ()
+            layouts = [self._lay_out(part, rank) for rank in ranks]
+            terms = RankTerms(group, part.terms, task.layout, layouts)
+        with observe("forward", *observed):
+            task_terms, bias = None, tuple[Tensor, ...]()
+            if terms is not None and part.terms is not None:
+                task_terms, bias = terms.gather(part.terms)
+            answer, kept = task.attend(part, task_terms, number)
+        num_bias = len(bias)
+
+        def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
+            kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
+            task_terms = None if terms is None else terms.with_sums(bias, sums)
+            request = Request({"call": f"the backward pass of call {number}"})
+            calls = calls_on(group)
+            with observe("backward", *observed), calls.call():
+                calls.compare(control_group(group), request)
+                gradients = task.differentiate(shapes, kept, grad_output, task_terms, number)
+                if terms is not None and task_terms is not None:
+                    terms.return_sums(task_terms, sums)
+            calls.check()
+            return gradients
+
+        return Attended(answer, (*kept, *bias), differentiate)
+
+    def lay_out_parts(self, problem: Problem) -> None:
+        """Lay out all parts of the problem; an error gives a limit that is enough for all."""
+        errors = list[ValueError]()
+        for _, part in problem.parts():
+            try:
+                self._task_of(part)
+            except ValueError as error:
+                errors.append(error)
+        if errors:  # their texts differ in the limit alone, so the longest has the largest
+            raise max(errors, key=lambda error: (len(str(error)), str(error)))
+
+    def _task_of(self, part: Problem) -> RankTask:
+        """Return the task of this rank for a part of the problem with a single pattern."""
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        key = part.pattern, *part.query.shape[:2], part.key.shape[1], is_deterministic
+        if key not in self.tasks:
+            self.tasks[key] = self._make_task(part)
+        task = self.tasks[key]
+        if part.dropout is None:
+            return task
+        return replace(task, worker=replace(task.worker, dropout=part.dropout))
+
+    def _make_task(self, part: Problem) -> RankTask:
         """Return this rank's task of a part of the problem, without dropout and score terms."""
-        pattern = part.pattern
+        pattern, values = part.pattern, self.values
         bound = None
         if pattern is not None:
             bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
         worker = Worker(part.scale, values["backend"], None, bound)
-        layout = self._lay_out(part, values, self.rank)
+        layout = self._lay_out(part, self.rank)
         # Calls add dropout and score terms. No steps stand for launches of several ones.
         complete = replace(worker, dropout=part.dropout, terms=part.terms)
         rounds = (current.steps for current in layout.rounds)
@@ -265,57 +274,31 @@ class _Placement:
         if len(chosen) == 1:
             worker = replace(worker, chosen=BACKENDS[chosen.pop()])
         keeps = values["requires_grad"]
-        return RankTask(self.transport, layout, worker, _sends_lse(part, values), keeps)
+        return RankTask(self.transport, layout, worker, self._sends_lse(part), keeps)
 
-    def _lay_out(self, part: Problem, values: Mapping[str, Any], rank: int) -> Layout:
-        """Return the layout of a rank."""
-        seqlens_q, seqlens_kv, *_ = self.shards
+    def _lay_out(self, part: Problem, rank: int) -> Layout:
+        """Return the layout of a rank for a part of the problem."""
+        values, (seqlens_q, seqlens_kv, *_) = self.values, self.shards
         is_given = values["max_bytes"] is not None
         transport = self.transport.has_buffer, self.transport.num_turns
-        limit = Limit(self.limit, is_given, part.shape, *transport, _sends_lse(part, values))
-        return lay_out_within(
-            limit,
-            seqlens_q,
-            seqlens_kv,
-            rank,
-            replace(part.shape, batch=1, has_dropout=False),
+        limit = Limit(self.limit, is_given, part.shape, *transport, self._sends_lse(part))
+        work = ShardedWork(
+            *(seqlens_q, seqlens_kv, replace(part.shape, batch=1, has_dropout=False)),
+            *(part.is_causal, part.pattern, values["plan"]),
             head_parallel=values["head_parallel"],
             num_chunks=values["num_chunks"],
-            is_causal=part.is_causal,
-            pattern=part.pattern,
-            plan=values["plan"],
             tile=GPU_TILE if part.query.is_cuda else 1,
             chunk_rule=self.transport.chunk_rule,
             machine=self.machine,
             with_gradients=values["requires_grad"],
         )
+        return lay_out_within(limit, work, rank)
 
-
-def _sends_lse(problem: Problem, values: Mapping[str, Any]) -> bool:
-    """Return whether the LSE of final results is required."""
-    is_kept = values["requires_grad"] and problem.sinks is not None
-    return bool(values["return_lse"] or values["verify"] or is_kept)
-
-
-def _differentiate(group: Any, number: int, compute: Callable[..., Gradients]) -> Gradients:
-    """Run the backward pass of a call after all ranks have agreed on it.
-
-    Args:
-        group: The process group; ``None`` means the default group.
-        number: Number of the call, that of its forward pass.
-        compute: Computes the gradients, given ``number``.
-
-    Raises:
-        ValueError: Another rank runs the backward pass of another call.
-        RuntimeError: A rank has failed, or two threads have made calls at the same time.
-    """
-    calls = calls_on(group)
-    with calls.call():
-        request = Request({"call": f"the backward pass of call {number}"})
-        calls.compare(control_group(group), request)
-        gradients = compute(number=number)
-    calls.check()
-    return gradients
+    def _sends_lse(self, part: Problem) -> bool:
+        """Return whether the LSE of final results is required."""
+        values, has_sinks = self.values, part.sinks is not None
+        is_kept = values["requires_grad"] and has_sinks
+        return bool(values["return_lse"] or values["verify"] or is_kept)
 
 
 def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:

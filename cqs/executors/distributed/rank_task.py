@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from cqs.executors.autograd import Kept
-from cqs.executors.distributed.chunk_pass import (
-    BackwardPass,
-    ChunkPass,
-    ForwardPass,
-    PacketLayouts,
-    Sides,
-)
-from cqs.executors.distributed.exchange import Exchange
+from cqs.executors.distributed.backward_pass import BackwardPass
+from cqs.executors.distributed.chunk_pass import ChunkPass, ForwardPass, Sides
 from cqs.executors.distributed.layout import HeadChunk, Layout
+from cqs.executors.distributed.transport.exchange import Exchange, PacketLayouts, Transport
 from cqs.executors.distributed.transport.streams import open_streams
-from cqs.executors.distributed.transport.transfer import Transport
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
@@ -84,7 +78,7 @@ class RankTask:
         def make(exchange: Exchange, chunk: HeadChunk) -> ForwardPass:
             heads, worker = chunk.query_heads[layout.rank], self._worker_of(chunk, terms)
             return ForwardPass(
-                *(layout, exchange, chunk, worker, self.packets, (shards[:1], shards[1:])),
+                *(layout, exchange, chunk, worker, (shards[:1], shards[1:])),
                 answer=answer,
                 sinks=None if final_sinks is None else final_sinks[heads.start : heads.stop],
                 with_lse=self.with_lse,
@@ -132,7 +126,7 @@ class RankTask:
         def make(exchange: Exchange, chunk: HeadChunk) -> BackwardPass:
             held = kept[chunk.index * num_kept :][:num_kept]
             worker = self._worker_of(chunk, terms)
-            fields = layout, exchange, chunk, worker, self.packets, sent
+            fields = layout, exchange, chunk, worker, sent
             return BackwardPass(*fields, gradients=gradients, kept=held)
 
         streams = self.transport.num_streams
@@ -166,7 +160,8 @@ class RankTask:
         num_turns = None if is_bounded else self.transport.num_turns
         at_once = 1 if is_bounded else min(most, len(chunks))
         streams = nullcontext(nullcontext) if at_once == 1 else open_streams(device, at_once)
-        with Exchange(self.transport, number, num_chunks) as exchange, streams as on_stream:
+        exchanged = Exchange(self.transport, number, num_chunks, self.packets)
+        with exchanged as exchange, streams as on_stream:
             passes = map(partial(make, exchange), chunks)
             return run_chunks(passes, num_turns, on_stream, allocate)
 

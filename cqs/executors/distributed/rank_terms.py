@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.agreement import control_group, swap
-from cqs.executors.distributed.layout import HeadChunk, Layout
-from cqs.executors.distributed.split_steps import keys_of
+from cqs.executors.distributed.layout import HeadChunk, Layout, keys_of
 from cqs.problem.bias_blocks import Piece, hold, pieces_of, places, unpack
 from cqs.problem.score_terms import ScoreTerms, select_heads
 from cqs.ranges import overlap

@@ -13,6 +13,9 @@ from cqs.ranges import moved, overlap
 from cqs.scheduler.held_bytes import Flow
 from cqs.scheduler.placement import Ranges, count_rows
 
+HeadsOfRanks = tuple[range, ...]
+"""A range of heads for every rank; all ranges have one length."""
+
 
 class PackOffsets(NamedTuple):
     """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cqs.arguments import as_integer
-from cqs.executors.distributed.probe import Links
+from cqs.executors.distributed.transport.connections import Links
 from cqs.problem import Problem
 from cqs.scheduler.head_groups import why_not_head_parallel
 from cqs.scheduler.kinds import Kind, check_kind

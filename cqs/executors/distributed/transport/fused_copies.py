@@ -16,7 +16,7 @@ from cqs.worker.cuda_graphs import cached_on_device
 
 _BLOCK_ROWS = 64
 
-# Columns of a record of the schedule: the fields of ``row_copies.RowCopy``, in its order.
+# Columns of a record of the schedule: the fields of ``exchange.RowCopy``, in its order.
 _TENSOR, _SOURCE_ROW, _TARGET_ROW, _NUM_ROWS = map(tl.constexpr, range(4))
 _SOURCE_HEAD, _TARGET_HEAD, _NUM_HEADS, _NUM_FIELDS = map(tl.constexpr, range(4, 8))
 
@@ -24,7 +24,7 @@ _SOURCE_HEAD, _TARGET_HEAD, _NUM_HEADS, _NUM_FIELDS = map(tl.constexpr, range(4,
 def copy_rows(
     sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: tuple[Any, ...]
 ) -> None:
-    """Run all copies of a schedule; called by the function of this name in ``row_copies``.
+    """Run all copies of a schedule; called by the function of this name in ``exchange``.
 
     Args:
         sources: CUDA tensors ``[batch, heads, rows, dim]`` with a last stride of 1.

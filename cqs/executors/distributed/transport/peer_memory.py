@@ -23,8 +23,8 @@ from torch import Tensor
 
 from cqs.executors.distributed.agreement import calls_on, control_group, swap, timeout_of
 from cqs.executors.distributed.transport import cuda_driver
+from cqs.executors.distributed.transport.exchange import Fill, Packet, Transport, Wait
 from cqs.executors.distributed.transport.ipc_memory import IpcMemory
-from cqs.executors.distributed.transport.transfer import Fill, Packet, Transport, Wait
 from cqs.ranges import contains, meets
 from cqs.scheduler.machines import FETCHED
 from cqs.worker.cuda_graphs import check_not_captured, is_captured
@@ -109,7 +109,7 @@ class PeerMemory(Transport):
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
     def begin(self, number: int) -> None:
-        """Begin a pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
+        """Begin a pass; see :class:`cqs.executors.distributed.transport.exchange.Transport`.
 
         Raises:
             RuntimeError: The transport was released, the group was destroyed, or a CUDA graph is
@@ -129,7 +129,7 @@ class PeerMemory(Transport):
             self._open_pass()
 
     def end(self) -> None:
-        """End the pass; see :class:`cqs.executors.distributed.transport.transfer.Transport`."""
+        """End the pass; see :class:`cqs.executors.distributed.transport.exchange.Transport`."""
         with self._launching:
             if self._opened is None or not self._memory.buffer.nbytes or self._memory.is_released:
                 return
@@ -139,7 +139,7 @@ class PeerMemory(Transport):
                 self._ended = event
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
-        """Send packets; see :class:`cqs.executors.distributed.transport.transfer.Transport`.
+        """Send packets; see :class:`cqs.executors.distributed.transport.exchange.Transport`.
 
         Raises:
             RuntimeError: The transport was released, or a CUDA graph is captured that requires a

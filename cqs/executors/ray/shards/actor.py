@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.probe import Links, pin_links
-from cqs.executors.distributed.transport.transports import release
+from cqs.executors.distributed.transport.connections import Links, pin_links, release
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.session import find_private_folder, import_ray
 from cqs.executors.ray.shards.operation import Address, Shapes, ShardProducer

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.distributed.probe import Links
+from cqs.executors.distributed.transport.connections import Links
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError

@@ -1,17 +1,23 @@
-"""Joint tokens: tokens of which every rank has a copy, before or after the sharded sequence."""
+"""This rank's shards: process groups of meshes, DTensors, and joint tokens beside the shards.
+
+Every rank has a copy of joint tokens, which come before or after the sharded sequence.
+"""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cqs.arguments import as_bool
-from cqs.executors.distributed.dtensors import to_local_copy
+from cqs.partial import Partial
 from cqs.problem.options import AttentionOptions
 from cqs.problem.scores import Scores
 from cqs.problem.tensors import autocast
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 POSITIONS = "front", "rear"
 """Places of the joint tokens: before the tokens of rank 0, or after those of the last rank."""
@@ -139,13 +145,16 @@ class JointParts:
             return [0] + [number] * num_ranks
         return [0] * num_ranks + [number]
 
-    def gather(self, answer: Tensor) -> Tensor:
-        """Return a result with the rows of all joint queries in place of this rank's part.
+    def gather(self, answer: Partial, *, with_lse: bool) -> Partial:
+        """Return a result with the rows of all joint queries in place of this rank's part."""
+        output, lse = answer
+        return Partial(self._gather(output), self._gather(lse) if with_lse else lse)
 
-        Args:
-            answer: ``[batch, num_heads, part + rows]`` or ``[..., value_dim]``, of joined shards.
-                The gradient of its joint rows is the sum of those of all ranks, added in the order
-                of the ranks.
+    def _gather(self, answer: Tensor) -> Tensor:
+        """Gather the joint rows of a tensor of joined shards, ``[batch, num_heads, rows, ...]``.
+
+        The gradient of its joint rows is the sum of those of all ranks, added in the order of the
+        ranks.
         """
         tokens = self._tensors[0]
         if tokens is None or not tokens.shape[2] or self._num_ranks == 1:
@@ -201,3 +210,86 @@ def _check_like(name: str, tokens: Tensor, shard: Tensor) -> None:
             f"joint.{name} must be [{batch} or 1, {heads}, any length, {dim}] like {name}, got "
             f"{list(tokens.shape)}"
         )
+
+
+def group_of(group: Any, query: Any) -> Any:
+    """Return the process group of the argument ``group``, which may be a 1-D device mesh.
+
+    Without one, the group is that of the mesh of ``query`` if it is a DTensor.
+
+    Raises:
+        ValueError: The mesh has several dimensions.
+    """
+    if group is None and hasattr(query, "placements"):
+        group = query.device_mesh
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group must be a 1-D device mesh, got {group}: pass one of its dimensions, mesh[name]"
+        )
+    return group.get_group()
+
+
+def to_local(*tensors: Tensor) -> "tuple[tuple[Tensor, ...], DeviceMesh | None]":
+    """Return this rank's shards of query, key and value, and the mesh if they are DTensors.
+
+    Raises:
+        ValueError: They are DTensors on different meshes, or not sharded on the sequence alone.
+    """
+    if not all(hasattr(tensor, "placements") for tensor in tensors):
+        return tensors, None
+    from torch.distributed.tensor import Shard
+
+    shards: Any = tensors
+    mesh = shards[0].device_mesh
+    for name, shard in zip(("query", "key", "value"), shards, strict=True):
+        if shard.device_mesh != mesh or shard.placements != (Shard(2),):
+            raise ValueError(
+                f"{name} must have the mesh of query, 1-D, and the placements (Shard(2),), got "
+                f"{shard.placements} on {shard.device_mesh}"
+            )
+    return tuple(shard.to_local(grad_placements=[Shard(2)]) for shard in shards), mesh
+
+
+def to_local_copy(name: str, tensor: Any) -> Any:
+    """Return this rank's copy of a DTensor that is replicated; other arguments as they are.
+
+    The gradients of the copies are those of the ranks, which DTensor adds up.
+
+    Raises:
+        ValueError: It is not replicated on a 1-D mesh.
+    """
+    if not hasattr(tensor, "placements"):
+        return tensor
+    from torch.distributed.tensor import Partial as Share
+    from torch.distributed.tensor import Replicate
+
+    if tensor.placements != (Replicate(),):
+        raise ValueError(
+            f"{name} must be a plain tensor or a DTensor with the placements (Replicate(),), got "
+            f"{tensor.placements}"
+        )
+    return tensor.to_local(grad_placements=[Share()])
+
+
+def as_dtensors(answer: Partial, query: Tensor, mesh: "DeviceMesh") -> Partial:
+    """Return the DTensors of the shards of a result, with the rows of ``query``.
+
+    Args:
+        answer: Output and LSE of this rank's queries.
+        query: The DTensor ``query``.
+        mesh: Its mesh.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    def distribute(shard: Tensor) -> Tensor:
+        shape = torch.Size((*shard.shape[:2], query.shape[2], *shard.shape[3:]))
+        options: Any = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        return DTensor.from_local(shard, mesh, [Shard(2)], run_check=False, **options)
+
+    return Partial(*map(distribute, answer))
