@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -274,7 +274,7 @@ class Answer(NamedTuple):
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
     info: ActorInfo | None = None
     """Process and device of the actor that failed; None if it had not started."""
-    references: Sequence[Any] = ()
+    references: list[Any] = []
     """Ray references to further values that the method returned."""
     seconds: float = 0.0
     """Time to get the value."""

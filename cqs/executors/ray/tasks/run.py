@@ -374,7 +374,6 @@ class Run:
 
     def _finish_tasks(self, work: list[TaskCall], answer: Answer) -> list[int]:
         """Record the parts of an answer; return the tasks that are computed for the first time."""
-        references = iter(answer.references)  # for each list of groups in the calls
         finished = []
         for call, (report, sums) in zip(work, answer.value, strict=True):
             index = call.task.index
@@ -383,11 +382,10 @@ class Run:
                 self._sums[index] = sums
             self._reports[index] = report
             self._running.remove(index)
-            returned = {
-                group: (receiver, reference)
-                for receiver, reference in zip(call.returned, references, strict=False)
-                for group in receiver.groups
-            }
+            returned: dict[Group, tuple[Returned, Any]] = {}
+            for receiver in call.returned:  # no answer keeps references: tracebacks refer to it
+                part = receiver, answer.references.pop(0)
+                returned |= dict.fromkeys(receiver.groups, part)
             for group in self._job.groups_of[index]:
                 merge = self._merges.get(group)
                 if merge is None or index in merge.parts:
