@@ -324,7 +324,7 @@ _DEFAULTS: AttentionOptions = {
     "return_lse": False,
     "verify": False,
 }
-"""The options of calls that are found by their signature, with their default values."""
+"""The options of calls that their signature identifies, with their default values."""
 _KNOWN = {*_DEFAULTS, "dropout_p", "seed", "scores"}
 
 
