@@ -49,7 +49,7 @@ def test_a_cluster_in_an_async_actor_uses_the_ray_of_the_actor(ray_session):
     is_initialized, node = ray_session.get(replica.close.remote(), timeout=60)
     assert is_initialized and node == ray_session.get_runtime_context().get_node_id()
     deadline = time.monotonic() + 30
-    while ray_session.available_resources()["CPU"] != free:
+    while ray_session.available_resources()["CPU"] < free:  # others may return theirs too
         assert time.monotonic() < deadline, ray_session.available_resources()
         time.sleep(0.1)
 
