@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cqs import patterns as patterns
     from cqs import streaming as streaming
     from cqs.api import attention as attention
+    from cqs.executors.fingerprint import fingerprint as fingerprint
     from cqs.executors.ray import Cluster as Cluster
     from cqs.executors.ray import as_completed as as_completed
     from cqs.executors.verify import VerificationError as VerificationError
@@ -26,6 +27,7 @@ _LAZY = {
     "Cluster": "cqs.executors.ray",
     "Scores": "cqs.problem.scores",
     "as_completed": "cqs.executors.ray",
+    "fingerprint": "cqs.executors.fingerprint",
     "VerificationError": "cqs.executors.verify",
     "flex_attention": "cqs.integrations.flex",
 }

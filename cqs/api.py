@@ -47,7 +47,7 @@ def _attention_in_graph(
     is_dense = pattern is None and not (dropout_p or verify)
     operator = local_operator.dense_attention if is_dense else local_operator.attention
     tensors, softcap, bias_requires_grad, is_eager = take_apart(scores)
-    if is_eager:
+    if is_eager or options.get("reproducible", False):
         return NotImplemented
     handles = *tensors, handle_of(pattern), seed_of(dropout_p, options.get("seed"))
     is_causal, scale = options.get("is_causal", False), options.get("scale")
@@ -77,6 +77,7 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
     verify: bool = False,
+    reproducible: bool = False,
 ) -> Tensor | AttentionOutput:
     """Compute exact attention as ``num_tasks`` independent tasks.
 
@@ -120,13 +121,15 @@ def attention(
         seed: Random seed of the dropout mask, in [0, 2^63). ``None`` draws one from PyTorch's CPU
             generator for each call.
         scores: Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`.
-        num_tasks: Number of tasks; ``None`` means one.
+        num_tasks: Number of tasks; ``None`` means one, or 24 with ``reproducible``.
         plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
         backend: ``"cpu"``, ``"triton"``, ``"flash"``, ``"cudnn"``, ``"flex"`` or ``"reference"``;
             ``None`` selects the first of :data:`cqs.worker.backends.BACKENDS` that supports the
             call. A named backend never falls back to another; it raises.
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
+        reproducible: Whether the bits of the results depend on the problem and ``num_tasks`` alone,
+            and are those of every other executor; see docs/reproducible.md.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of
@@ -153,7 +156,7 @@ def attention(
         check_backend_name(backend)
     return_lse, verify = as_bool("return_lse", return_lse), as_bool("verify", verify)
     has_defaults = attn_mask is seed is scores is num_tasks is plan is None
-    if has_defaults and type(dropout_p) is float and not (dropout_p or verify):
+    if has_defaults and reproducible is False and type(dropout_p) is float and not (dropout_p or verify):
         options = is_causal, scale, pattern, enable_gqa, backend
         compute = find_known(make_call, query, key, value, *options)
         with suppress(torch.OutOfMemoryError):  # raised below, with a remedy
@@ -169,8 +172,10 @@ def attention(
         dropout_p=dropout_p,
         seed=seed,
         scores=scores,
+        num_tasks=num_tasks,
+        reproducible=reproducible,
     )
-    number = 1 if num_tasks is None else num_tasks
+    number = 1 if problem.num_tasks is None else problem.num_tasks
     make_plan = partial(Problem.make_plan, num_tasks=number, kind=plan)
     answer = attend(_EXECUTOR, problem, make_plan, backend=backend, verify=verify)
     return answer.to_result(return_lse)

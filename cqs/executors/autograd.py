@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem
-from cqs.problem.scores import sinks_gradient
+from cqs.problem.scores import sink_rows, sinks_gradient
+from cqs.worker.units import one_thread
 
 Kept = tuple[Tensor, ...]
 """Tensors that the forward pass saves for the backward pass."""
@@ -26,6 +27,9 @@ class Attended(NamedTuple):
     differentiate: Callable[[Kept, Tensor, Sequence[Tensor]], Gradients]
     """Computes the gradients from ``kept`` and the gradient of the output, and adds those of
     :attr:`cqs.problem.score_terms.ScoreTerms.leaves` to sums."""
+    gather_rows: Callable[[Tensor], Tensor] = lambda rows: rows
+    """Returns the terms of the gradient of the sinks that are summed here, given those of the
+    queries; see :func:`cqs.problem.scores.sink_rows`."""
 
 
 def attend_differentiably(
@@ -117,7 +121,7 @@ class _Attention(torch.autograd.Function):
         *leaves: Tensor,
     ) -> Partial:
         """Compute the answer, and save the tensors that the backward pass needs."""
-        answer, kept, differentiate = attend(
+        answer, kept, differentiate, gather_rows = attend(
             replace(problem, query=query, key=key, value=value, sinks=sinks)
         )
         sink_tensors = () if sinks is None else (sinks, *answer)
@@ -125,7 +129,8 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*kept, *sink_tensors, *leaves, *watched)  # PyTorch notices writes
         ctx.num_kept = len(kept)
         ctx.mark_non_differentiable(answer.lse)
-        ctx.differentiate = differentiate
+        ctx.differentiate, ctx.gather_rows = differentiate, gather_rows
+        ctx.is_reproducible = problem.is_reproducible
         ctx.leaves = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return answer
 
@@ -148,7 +153,9 @@ class _Attention(torch.autograd.Function):
             grad_sinks = None
             if ctx.needs_input_grad[3]:
                 sinks, *answer = saved[ctx.num_kept : ctx.num_kept + 3]
-                grad_sinks = sinks_gradient(sinks, Partial(*answer), grad_output)
+                rows = ctx.gather_rows(sink_rows(sinks, Partial(*answer), grad_output))
+                with one_thread() if ctx.is_reproducible else nullcontext():
+                    grad_sinks = sinks_gradient(sinks, rows)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
         leaf_gradients = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
         return query, key, value, grad_sinks, None, None, *leaf_gradients

@@ -1,5 +1,7 @@
 """The executor that computes all tasks of a plan in this process."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -8,12 +10,13 @@ from cqs.executors.one_call import all_steps, find_work, single_call, whole_step
 from cqs.executors.shortage import explain_shortage
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
-from cqs.problem.scores import add_sinks
+from cqs.problem.scores import add_sinks, merge_sinks
 from cqs.scheduler import Plan
 from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, TaskBackend, Worker
 from cqs.worker.calls import attend_call, lse_for_gradients
 from cqs.worker.memory import memory_of
+from cqs.worker.units import add_parts, tokens_of_task
 
 
 class LocalExecutor:
@@ -30,7 +33,7 @@ class LocalExecutor:
         problem, plan, backend = part
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        worker = Worker.of(problem, backend, steps)
+        worker = Worker.of(problem, backend, None if problem.is_reproducible else steps)
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
@@ -42,7 +45,7 @@ class LocalExecutor:
                     add_sinks(partial, problem.sinks)
             elif problem.key.numel() and isinstance(worker.chosen, TaskBackend):
                 partial = worker.run_together(all_steps(problem, plan), *held, sinks=problem.sinks)
-            elif len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
+            elif worker.chosen and len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
                 (partial,) = worker.run_steps(steps, *held, sinks=problem.sinks)
             else:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
@@ -51,7 +54,10 @@ class LocalExecutor:
                     if hooks.progress:
                         hooks.advance(problem, task.live_pairs)
                 answer = tiler.finish()
-                return answer if problem.sinks is None else add_sinks(answer, problem.sinks)
+                if problem.sinks is None:
+                    return answer
+                add = merge_sinks if problem.is_reproducible else add_sinks
+                return add(answer, problem.sinks)
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
         if hooks.progress:
@@ -70,8 +76,10 @@ class LocalExecutor:
             return Gradients.zeros(problem.query, problem.key, problem.value)
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        worker = Worker.of(problem, backend, steps)
+        worker = Worker.of(problem, backend, None if problem.is_reproducible else steps)
         try:
+            if problem.is_reproducible:
+                return _add_tasks(worker, problem, plan, grad_output, *answer)
             if (call := single_call(problem, plan, work, worker.chosen)) is not None:
                 chosen, operands = call
                 lse = lse_for_gradients(answer.lse)
@@ -85,9 +93,35 @@ class LocalExecutor:
 
     def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
-        chosen = Worker.of(part.problem, part.backend, find_work(part.plan).steps).chosen
-        assert chosen is not None
-        return chosen.name
+        problem, steps = part.problem, find_work(part.plan).steps
+        tensors = problem.query, problem.key, problem.value
+        return Worker.of(problem, part.backend).choose_backend(*tensors, steps).name
+
+
+def _add_tasks(
+    worker: Worker, problem: Problem, plan: Plan, *output_tensors: Tensor
+) -> Gradients:
+    """Return the gradients as sums of those of the tasks, in their order.
+
+    Args:
+        worker: Computes the tasks, and has the sums of the score terms.
+        problem: The problem.
+        plan: Its plan.
+        output_tensors: Gradient of the output, output and LSE.
+    """
+    tensors, terms = (problem.query, problem.key, problem.value), problem.terms
+    gradients = Gradients.zeros(*tensors)
+    whole = list(map(HeldTokens.whole, (*tensors, *output_tensors)))
+    for task in plan.tasks:
+        if not task.steps:
+            continue
+        held = tokens_of_task(task, whole)
+        task_terms = terms and terms.with_sums(gradients.query.dtype)
+        parts = replace(worker, terms=task_terms).run_backward(task.steps, *held)
+        add_parts(gradients, parts, held)
+        for total, part in zip(terms.sums, task_terms.sums, strict=True) if terms else ():
+            total += part
+    return gradients
 
 
 def _explained(problem: Problem, plan: Plan, worker: Worker) -> torch.OutOfMemoryError:

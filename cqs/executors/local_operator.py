@@ -16,7 +16,7 @@ from cqs.executors.observe import observe
 from cqs.executors.operators import HOST_TAGS, as_raw, read_pattern, read_plan
 from cqs.partial import Gradients, Partial, lse_dtype
 from cqs.problem import Problem, check_problem
-from cqs.problem.scores import Scores, sinks_gradient
+from cqs.problem.scores import Scores, sink_rows, sinks_gradient
 from cqs.scheduler import Plan
 from cqs.scheduler.kinds import check_kind
 from cqs.worker.backends import check_backend_name
@@ -104,7 +104,8 @@ def _differentiate(
         query.new_empty(0) if chosen.bias is None else chosen.bias.new_empty(chosen.bias.shape)
     )
     if problem.sinks is not None:
-        grad_sinks = sinks_gradient(problem.sinks, Partial(output, lse), grad_output)
+        rows = sink_rows(problem.sinks, Partial(output, lse), grad_output)
+        grad_sinks = sinks_gradient(problem.sinks, rows)
     if problem.terms is not None and problem.terms.sums:
         grad_bias = problem.terms.sums[0].view_as(grad_bias).to(grad_bias.dtype).contiguous()
     return *as_raw(total, query, key, value), grad_sinks, grad_bias

@@ -23,6 +23,9 @@ from cqs.problem.tensors import check_kind, dense_value
 from cqs.scheduler import AttentionShape, Kind, Plan, make_plan
 
 _NAMES = "query", "key", "value"
+REPRODUCIBLE_TASKS = 24
+"""Number of tasks of a reproducible call without ``num_tasks``; many numbers of processes divide
+it."""
 GPU_TILE = 128
 """Tokens of a tile of the GPU kernels; token groups on a GPU begin at multiples of it."""
 
@@ -49,6 +52,10 @@ class Problem:
     """A score of each query head without a value, ``[num_heads]``; see :class:`cqs.Scores`."""
     terms: ScoreTerms | None = None
     """What else changes the scores; see :class:`cqs.Scores`."""
+    num_tasks: int | None = None
+    """Number of tasks; ``None`` lets the executor choose one."""
+    is_reproducible: bool = False
+    """Whether the bits of the result depend on the problem and its number of tasks alone."""
 
     @property
     def bound_pattern(self) -> BoundPattern | None:
@@ -142,16 +149,30 @@ class Problem:
             has_dropout=self.dropout is not None,
         )
 
-    def make_plan(self, num_tasks: int, kind: Kind | str | None = None) -> Plan:
-        """Divide this problem into tasks; see :func:`cqs.make_plan`."""
+    def make_plan(
+        self,
+        num_tasks: int,
+        kind: Kind | str | None = None,
+        seqlens: tuple[int, int] | None = None,
+    ) -> Plan:
+        """Divide this problem into tasks; see :func:`cqs.make_plan`.
+
+        Args:
+            num_tasks: Number of tasks.
+            kind: Kind of the plan.
+            seqlens: Numbers of queries and keys of the whole sequence if this is a shard.
+        """
         cached = _cached_plan if type(num_tasks) is int and kind is None else make_plan
+        seqlens = seqlens or (self.query.shape[2], self.key.shape[2])
+        has_tiles = self.query.device.type == "cuda"
+        if self.is_reproducible:  # another device may compute tensors of the host
+            has_tiles = min(seqlens) >= GPU_TILE * num_tasks
         return cached(
-            self.query.shape[2],
-            self.key.shape[2],
+            *seqlens,
             num_tasks=num_tasks,
             is_causal=self.is_causal,
             kind="quorums" if kind is None else kind,
-            tile=GPU_TILE if self.query.is_cuda else 1,
+            tile=GPU_TILE if has_tiles else 1,
             pattern=self.pattern,
         )
 
@@ -260,7 +281,22 @@ def check_problem(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     seed = None if seed is None else as_integer("seed", seed, 0)
     dropout = Dropout(probability, draw_seed() if seed is None else seed) if probability else None
-    return Problem(query, key, value, is_causal, factor, dropout, pattern, sinks, terms)
+    num_tasks = options.get("num_tasks")
+    is_reproducible = as_bool("reproducible", options.get("reproducible", False))
+    if is_reproducible:
+        given = REPRODUCIBLE_TASKS if num_tasks is None else num_tasks
+        num_tasks = as_integer("num_tasks", given, 1)
+    fields = is_causal, factor, dropout, pattern, sinks, terms, num_tasks, is_reproducible
+    return Problem(query, key, value, *fields)
+
+
+def check_num_tasks(problem: Problem) -> None:
+    """Raise ValueError for a number of tasks that ranks and streams do not have."""
+    if problem.num_tasks is not None and not problem.is_reproducible:
+        raise ValueError(
+            f"num_tasks must be None without reproducible=True, got {problem.num_tasks}: ranks and "
+            "streams choose their own tasks"
+        )
 
 
 def draw_seed() -> int:

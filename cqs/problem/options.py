@@ -26,6 +26,15 @@ class ProblemOptions(TypedDict, total=False):
     generator for each call; ranks take that of rank 0."""
     scores: Scores | None
     """Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`."""
+    num_tasks: int | None
+    """Number of tasks, any positive integer. ``None`` means 24 with ``reproducible``, otherwise one
+    on one device, and on a cluster one for each worker, or more if a GPU has too little memory for
+    so large tasks, which the logger ``cqs`` then reports at level INFO. Ranks, streams and sharded
+    sequences support a number only with ``reproducible``."""
+    reproducible: bool
+    """Whether output, LSE and gradients have the same bits on every executor, for any number of
+    processes, shards, threads and failures, on one model of device with the same versions; ``False``
+    by default. They depend on ``num_tasks``; see docs/reproducible.md."""
 
 
 class AttentionOptions(ProblemOptions, total=False):

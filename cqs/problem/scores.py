@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cqs.arguments import to_float
-from cqs.partial import Partial, lse_dtype
+from cqs.partial import Partial, lse_dtype, merge_rows
 from cqs.problem.score_terms import Reads, ScoreMod, ScoreTerms
 from cqs.problem.tensors import check_kind, dense_value, with_four_dimensions
 
@@ -210,19 +210,43 @@ def add_sinks(answer: Partial, sinks: Tensor) -> Partial:
     return answer
 
 
-def sinks_gradient(sinks: Tensor, answer: Partial, grad_output: Tensor) -> Tensor:
-    """Return the gradient of sinks, ``-sum(exp(sink - lse) * rowsum(grad_output * output))``.
+def merge_sinks(answer: Partial, sinks: Tensor) -> Partial:
+    """Do the same as :func:`add_sinks` with bits that depend on no other row.
+
+    PyTorch computes the last numbers of a tensor by other functions than the numbers before them,
+    except for the exponential and logarithm of contiguous tensors, by which parts are merged.
+    """
+    output, lse = answer
+    nothing = output.new_zeros((1, 1, 1, output.shape[3])).expand_as(output)
+    row_sinks = sinks.to(lse.dtype).unsqueeze(-1).expand_as(lse)
+    rows = slice(None)
+    merge_rows(answer, [(answer, rows), (Partial(nothing, row_sinks), rows)])
+    return answer
+
+
+def sink_rows(sinks: Tensor, answer: Partial, grad_output: Tensor) -> Tensor:
+    """Return what each query adds to the negative gradient of the sinks.
+
+    That is ``exp(sink - lse) * rowsum(grad_output * output)``.
 
     Args:
         sinks: ``[num_heads]``.
         answer: Output and LSE of :func:`add_sinks`.
         grad_output: Gradient of the output, in its shape.
+
+    Returns:
+        ``[num_heads, batch, seqlen_q]``, in the dtype of the LSE.
     """
     output, lse = answer
-    gradient = torch.empty_like(sinks, dtype=lse.dtype)
+    rows = lse.new_empty((len(sinks), len(lse), lse.shape[2]))
     for head in range(len(sinks)):  # products in the accumulation dtype, of one head at a time
         products = grad_output[:, head].to(lse.dtype) * output[:, head]
         weights = torch.exp(sinks[head].to(lse.dtype) - lse[:, head])
         weights.masked_fill_(lse[:, head] == -torch.inf, 0)
-        gradient[head] = -(weights * products.sum(-1)).sum()
-    return gradient.to(sinks.dtype)
+        torch.mul(weights, products.sum(-1), out=rows[head])
+    return rows
+
+
+def sinks_gradient(sinks: Tensor, rows: Tensor) -> Tensor:
+    """Return the gradient of sinks, given the result of :func:`sink_rows`."""
+    return -torch.stack([each.sum() for each in rows]).to(sinks.dtype)

@@ -106,3 +106,8 @@ def join_ranges(ranges: Iterable[range]) -> tuple[range, ...]:
         else:
             runs.append(piece)
     return tuple(runs)
+
+
+def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
+    """Return the distinct keys of steps in ascending ranges."""
+    return join_ranges(block.keys for step in steps for block in step.blocks())

@@ -29,7 +29,7 @@ class HeldTokens:
         """Hold a whole sequence."""
         return cls(tensor, (range(tensor.shape[2]),))
 
-    def _split(self) -> Sequence[Tensor]:
+    def split(self) -> Sequence[Tensor]:
         """Return the tokens of every range."""
         if self.parts is None:
             assert self.tensor is not None
@@ -39,7 +39,7 @@ class HeldTokens:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all tokens that are held."""
-        return sum(part.nbytes for part in self._split())
+        return sum(part.nbytes for part in self.split())
 
     @property
     def sample(self) -> Tensor:
@@ -50,12 +50,12 @@ class HeldTokens:
         """
         if not self.ranges:
             raise KeyError("no tokens are held")
-        return self._split()[0] if self.tensor is None else self.tensor
+        return self.split()[0] if self.tensor is None else self.tensor
 
     def joined(self) -> Tensor:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
         if self.tensor is None:
-            parts = self._split()
+            parts = self.split()
             self.tensor = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
         return self.tensor
 
@@ -78,7 +78,7 @@ class HeldTokens:
         parts = list[Tensor]()
         if len(self.ranges) == 1 and self.tensor is not None:
             self.parts = [self.tensor]
-        held_parts = self.parts or self._split()
+        held_parts = self.parts or self.split()
         for tokens in ranges:
             start = tokens.start
             for held, tensor in zip(self.ranges, held_parts, strict=True):

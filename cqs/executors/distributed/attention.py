@@ -29,7 +29,7 @@ from cqs.executors.known_calls import find_known
 from cqs.executors.observe import is_observed
 from cqs.executors.one_call import Attend, make_call
 from cqs.partial import AttentionOutput
-from cqs.problem import Problem, check_problem
+from cqs.problem import Problem, check_num_tasks, check_problem
 from cqs.problem.masks import check_is_pattern
 from cqs.problem.options import AttentionOptions, ProblemOptions, problem_options
 from cqs.problem.score_terms import ScoreTerms
@@ -38,6 +38,7 @@ from cqs.problem.tensors import autocast
 from cqs.uncompiled import replaced_in_graphs, uncompiled
 from cqs.worker.backends import check_backend_name
 from cqs.worker.cuda_graphs import is_captured
+from cqs.worker.environment import describe_environment
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -425,13 +426,20 @@ def _check(
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
         "joint tokens": rows,
+        "num_tasks": problem.num_tasks,
+        "environment": problem.is_reproducible and describe_environment(problem.query.device.type),
         "backend": backend,
         **check_strategy(strategy, num_ranks, problem, differs_by_head),
     }
-    if values["verify"] and values["is_captured"]:
+    check_num_tasks(problem)
+    if values["is_captured"] and (values["verify"] or problem.is_reproducible):
+        name = "verify" if values["verify"] else "reproducible"
         raise ValueError(
-            "verify must be False while a CUDA graph is captured, got True: verify a call "
-            "before the capture"
+            f"{name} must be False while a CUDA graph is captured, got True: leave it out"
+        )
+    if problem.is_reproducible and not strategy.plan is strategy.max_bytes is None:
+        raise ValueError(
+            f"strategy must have neither plan nor max_bytes with reproducible=True, got {strategy}"
         )
     return problem, values
 

@@ -16,7 +16,7 @@ from cqs.scheduler.kinds import fit_kind, is_final
 from cqs.scheduler.machines import FETCHED, MACHINES, ChunkRule, Machine
 from cqs.scheduler.placement import Placement
 from cqs.scheduler.rounds import Round
-from cqs.scheduler.task import join_ranges
+from cqs.scheduler.task import join_ranges, keys_of
 from cqs.scheduler.workload import Workload
 
 Lengths = tuple[int, ...]
@@ -400,11 +400,6 @@ def split_documents(
 def span_of(steps: Sequence[Step]) -> range:
     """Return the queries from the first step to the last."""
     return range(steps[0].queries.start, steps[-1].queries.stop) if steps else range(0)
-
-
-def keys_of(steps: Iterable[Step]) -> tuple[range, ...]:
-    """Return the distinct keys of steps in ascending ranges."""
-    return join_ranges(block.keys for step in steps for block in step.blocks())
 
 
 def _keys_of_rows(step: Step, rows: range) -> tuple[list[range], range | None]:

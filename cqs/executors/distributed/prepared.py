@@ -1,6 +1,7 @@
 """Calls on a process group that share a signature: their plans and routing tables, made once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cqs.executors.autograd import Attended, Kept, attend_differentiably
+from cqs.executors.autograd import Attended, Kept, attend_differentiably, keep_operands
 from cqs.executors.distributed.agreement import Request, Shards, calls_on, control_group, swap
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout, ShardedWork
 from cqs.executors.distributed.rank_task import RankTask
+from cqs.executors.distributed.rank_units import RankUnits
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.connections import (
@@ -201,6 +203,8 @@ class _Placement:
 
     def _attend_part(self, group: Any, number: int, part: Problem) -> Attended:
         """Compute a part of the problem with a single pattern."""
+        if part.is_reproducible:
+            return self._attend_units(group, number, part)
         task, terms = self._task_of(part), None
         shapes = part.query.shape, part.key.shape, part.value.shape
         if not part.query.shape[0]:  # no rank sends a row in either pass
@@ -223,24 +227,37 @@ class _Placement:
         def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
             kept, bias = kept[: len(kept) - num_bias], kept[len(kept) - num_bias :]
             task_terms = None if terms is None else terms.with_sums(bias, sums)
-            request = Request({"call": f"the backward pass of call {number}"})
-            calls = calls_on(group)
-            with observe("backward", *observed), calls.call():
-                calls.compare(control_group(group), request)
+            with observe("backward", *observed), _backward_call(group, number):
                 gradients = task.differentiate(shapes, kept, grad_output, task_terms, number)
                 if terms is not None and task_terms is not None:
                     terms.return_sums(task_terms, sums)
-            calls.check()
             return gradients
 
         return Attended(answer, (*kept, *bias), differentiate)
+
+    def _attend_units(self, group: Any, number: int, part: Problem) -> Attended:
+        """Compute a reproducible part of the problem with a single pattern."""
+        units = RankUnits.of(group, part, self.shards[:2], self.values["backend"])
+        observed = units.plan, part.num_bytes, lambda: units.worker.backend or "several"
+
+        def forward(problem: Problem) -> Partial:
+            with observe("forward", *observed):
+                return units.attend(problem)
+
+        def backward(problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
+            with observe("backward", *observed), _backward_call(group, number):
+                return units.differentiate(problem, answer, grad_output)
+
+        attended = keep_operands(forward, backward, part)
+        return attended._replace(gather_rows=units.gather_rows)
 
     def lay_out_parts(self, problem: Problem) -> None:
         """Lay out all parts of the problem; an error gives a limit that is enough for all."""
         errors = list[ValueError]()
         for _, part in problem.parts():
             try:
-                self._task_of(part)
+                if not part.is_reproducible:
+                    self._task_of(part)
             except ValueError as error:
                 errors.append(error)
         if errors:  # their texts differ in the limit alone, so the longest has the largest
@@ -299,6 +316,16 @@ class _Placement:
         values, has_sinks = self.values, part.sinks is not None
         is_kept = values["requires_grad"] and has_sinks
         return bool(values["return_lse"] or values["verify"] or is_kept)
+
+
+@contextmanager
+def _backward_call(group: Any, number: int) -> Iterator[None]:
+    """Compare the backward pass of a call between the ranks, and check it at the end."""
+    calls = calls_on(group)
+    with calls.call():
+        calls.compare(control_group(group), Request({"call": f"the backward pass of call {number}"}))
+        yield
+    calls.check()
 
 
 def _own_numbers(problem: Problem) -> tuple[int, int, int, int]:

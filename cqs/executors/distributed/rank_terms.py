@@ -6,15 +6,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.distributed.agreement import control_group, swap
-from cqs.executors.distributed.layout import HeadChunk, Layout, keys_of
-from cqs.problem.bias_blocks import Piece, hold, pieces_of, places, unpack
+from cqs.executors.distributed.layout import HeadChunk, Layout
+from cqs.executors.distributed.transport.blocks import swap_blocks
+from cqs.problem.bias_blocks import Piece, hold, pieces_of, places
 from cqs.problem.score_terms import ScoreTerms, select_heads
 from cqs.ranges import overlap
-from cqs.scheduler.task import join_ranges
+from cqs.scheduler.task import join_ranges, keys_of
 
 _ONE_FOR_ALL, _OWN_ROWS, _EITHER = range(3)
 
@@ -122,17 +122,14 @@ class RankTerms:
         """Return the blocks of every rank's rows, as views of a tensor of this rank's task."""
         return [places(task_terms, tensor, pieces) for pieces in self._received]
 
-    def _swap(self, like: Tensor, sent: list[list[Tensor]], received: list[list[Tensor]]) -> None:
+    def _swap(
+        self, like: Tensor, sent: list[list[Tensor]], places: list[list[Tensor]]
+    ) -> None:
         """Send blocks to every rank, and add those of every rank to their places."""
-        sent_bytes, received_bytes = (
-            [sum(block.nbytes for block in blocks) for blocks in side] for side in (sent, received)
-        )
-        outgoing = torch.cat([like.new_empty(0), *(block.reshape(-1) for block in chain(*sent))])
-        incoming = like.new_empty(sum(received_bytes) // like.itemsize)
-        # In bytes, because gloo has no bfloat16.
-        into, packed = (flat.view(torch.uint8) for flat in (incoming, outgoing))
-        dist.all_to_all_single(into, packed, received_bytes, sent_bytes, group=self._group)
-        unpack(incoming, [*chain(*received)])
+        received = [list(map(torch.empty_like, blocks)) for blocks in places]
+        swap_blocks(self._group, sent, received, like)
+        for place, block in zip(chain(*places), chain(*received), strict=True):
+            place.add_(block)
 
 
 def _heads_of(chunks: Sequence[HeadChunk], rank: int) -> slice:

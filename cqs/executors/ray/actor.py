@@ -30,6 +30,7 @@ from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.executors.ray.tasks.shared_memory import SharedMemory, SharedTensor
 from cqs.tiler.group import GroupPart
 from cqs.version import __version__
+from cqs.worker.environment import describe_environment
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
 _Result = TypeVar("_Result")
@@ -67,7 +68,9 @@ class TaskActor(ShardActor):
     def describe(self) -> ActorInfo:
         """Return process, node, device and version; answers as soon as the actor has started."""
         memory = memory_of(self._device) if self._is_on_gpu else None
-        return ActorInfo(os.getpid(), self._node, str(self._device), memory, __version__)
+        environment = describe_environment(self._device.type)
+        device = str(self._device)
+        return ActorInfo(os.getpid(), self._node, device, memory, __version__, environment)
 
     def run(
         self, settings: RunSettings, calls: Sequence[TaskCall], num_queries: int, *sent: Sent

@@ -169,7 +169,6 @@ class Cluster:
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        num_tasks: int | None = None,
         plan: Kind | str | None = None,
         strategy: Strategy | None = None,
         progress: Report = False,
@@ -190,9 +189,6 @@ class Cluster:
                 shards are query, key and value.
             key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``; None for a sharded sequence.
             value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``; None for a sharded sequence.
-            num_tasks: Number of tasks, any positive integer; ``None`` means one per worker, or more
-                if a GPU has too little memory for so large tasks, which the logger ``cqs`` then
-                reports at level INFO. A sharded sequence always has one task per worker.
             plan: Kind of the plan, see ``kind`` of :func:`cqs.make_plan`; ``None`` means quorums.
                 That of a sharded sequence is an option of ``strategy``.
             strategy: How the workers of a sharded sequence divide the call. Tensors support only
@@ -220,9 +216,9 @@ class Cluster:
             VerificationError: ``verify`` found a row that deviates by more than its bound.
         """
         if isinstance(query, Sharded):
-            if not (key is value is num_tasks is plan is None and progress is False):
+            if not (key is value is plan is None and progress is False):
                 raise TypeError(
-                    "a sharded sequence does not support key, value, num_tasks, plan or progress: "
+                    "a sharded sequence does not support key, value, plan or progress: "
                     "leave them out, and pass strategy=Strategy(plan=...) to choose a plan"
                 )
             return self._attend_shards(query, strategy, options)
@@ -234,7 +230,7 @@ class Cluster:
             raise TypeError("key and value must be tensors unless query is a sharded sequence")
         problem = check_problem(*autocast(query, key, value), **problem_options(options))
         return_lse = as_bool("return_lse", options.get("return_lse", False))
-        compute = self._bind(self.make_executor(), problem, num_tasks, plan, progress, options)
+        compute = self._bind(self.make_executor(), problem, plan, progress, options)
         return compute().to_result(return_lse)
 
     def _attend_shards(
@@ -331,7 +327,6 @@ class Cluster:
         key: Tensor,
         value: Tensor,
         *,
-        num_tasks: int | None = None,
         plan: Kind | str | None = None,
         progress: Report = False,
         **options: Unpack[AttentionOptions],
@@ -358,7 +353,7 @@ class Cluster:
         if (scores := options.get("scores")) is not None:
             _check_scores_need_no_gradient(scores)
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
-        compute = self._bind(executor, problem, num_tasks, plan, progress, options, cancelled)
+        compute = self._bind(executor, problem, plan, progress, options, cancelled)
         event = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
 
         def compute_when_ready() -> Partial:
@@ -377,7 +372,6 @@ class Cluster:
         self,
         executor: TaskExecutor,
         problem: Problem,
-        num_tasks: int | None,
         plan: Kind | str | None,
         progress: Report,
         options: AttentionOptions,
@@ -388,7 +382,6 @@ class Cluster:
         Args:
             executor: Computes the problem.
             problem: The checked problem.
-            num_tasks: Number of tasks, or ``None``.
             plan: Kind of the plan of each part of the problem.
             progress: Draws or receives the progress.
             options: The options of the call.
@@ -396,7 +389,8 @@ class Cluster:
         """
         check_backend_name(backend := options.get("backend"))
         check_progress(progress)
-        number = executor.choose_num_tasks(problem) if num_tasks is None else num_tasks
+        number = problem.num_tasks
+        number = executor.choose_num_tasks(problem) if number is None else number
         make_plan = methodcaller("make_plan", number, plan)
         for _, part in problem.parts():
             make_plan(part)

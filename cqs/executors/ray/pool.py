@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
@@ -58,6 +58,8 @@ class ActorInfo(NamedTuple):
     """Memory of its GPU in bytes; None without a GPU."""
     version: str
     """Version of cqs on the actor's host."""
+    environment: tuple[tuple[str, str], ...]
+    """What its reproducible results depend on, see :mod:`cqs.worker.environment`."""
 
 
 @dataclass(eq=False)
@@ -185,6 +187,17 @@ class ActorPool:
     def infos(self) -> list[ActorInfo]:
         """Processes and devices of the actors that have started."""
         return [info for actor in self.actors if (info := actor.info) is not None]
+
+    def check_environments(self) -> None:
+        """Raise ValueError if results of different actors are not bitwise reproducible."""
+        environments = {info.environment: info.node for info in self.infos}
+        for (one, node), (other, other_node) in pairwise(environments.items()):
+            for (name, value), (_, other_value) in zip(one, other, strict=True):
+                if value != other_value:
+                    raise ValueError(
+                        f"reproducible calls require workers with the same {name}, got {value} on "
+                        f"node {node} and {other_value} on node {other_node}"
+                    )
 
     @property
     def is_connected(self) -> bool:

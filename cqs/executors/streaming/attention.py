@@ -18,7 +18,7 @@ from cqs.executors.streaming.executor import StreamingExecutor
 from cqs.executors.streaming.sources import InFile, Source, as_source, as_target
 from cqs.partial import AttentionOutput, Partial, lse_dtype
 from cqs.patterns import causal, sliding_window
-from cqs.problem import Problem, check_problem
+from cqs.problem import Problem, check_num_tasks, check_problem
 from cqs.problem.options import AttentionOptions, problem_options
 from cqs.problem.scores import take_apart
 from cqs.problem.tensors import autocast
@@ -122,25 +122,35 @@ def attention(
         out, directory = out
         if directory is None:
             raise TypeError("directory must be the path of a directory, got None")
+        if problem.is_reproducible:
+            raise ValueError("reproducible must be False with a Resumable, got True")
         if problem.terms is not None and problem.terms.score_mod is not None:
             raise ValueError(
                 "scores.score_mod must be None with a Resumable, got a function: another process "
                 "cannot tell whether its function is the same"
             )
     features = problem.dropout, problem.pattern, problem.terms
+    check_num_tasks(problem)
     where, name = choose_device_and_backend(checked, device, options.get("backend"), *features)
     budget = parse_budget(memory_budget, where)
     sources = list(map(_shaped_source, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
-    in_strips = _in_strips(problem) if name == "reference" else problem
+    in_strips = problem
+    if problem.is_reproducible:
+        name = options.get("backend")
+    elif name == "reference":
+        in_strips = _in_strips(problem)
     executor = StreamingExecutor(where, budget, name, sources)
     return_lse = as_bool("return_lse", options.get("return_lse", False))
     verify = as_bool("verify", options.get("verify", False))
     call = executor, in_strips, executor.make_plan
     compute = partial(attend, *call, verify=verify, progress=progress)
     if needs_grad:
-        for _, part in in_strips.parts():
-            executor.plan_gradients(executor.make_plan(part))  # before the forward pass
+        for _, part in in_strips.parts():  # before the forward pass
+            if part.is_reproducible:
+                executor.unit_stream(part, with_gradients=True)
+            else:
+                executor.plan_gradients(executor.make_plan(part))
         return compute().to_result(return_lse)
     shape, dtype = (*checked[0].shape[:3], checked[2].shape[3]), checked[0].dtype
     out = torch.empty(shape, dtype=dtype, device="cpu") if out is None else out

@@ -12,6 +12,7 @@ from cqs.executors.streaming.checkpoint import Checkpoint
 from cqs.executors.streaming.engine import stream
 from cqs.executors.streaming.plan import START, HeldBlock, Pass, StreamPlan
 from cqs.executors.streaming.sources import InFile, Source
+from cqs.executors.streaming.unit_stream import UnitStream
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.scheduler.machines import MACHINES
@@ -30,8 +31,9 @@ class StreamingExecutor:
     """The device that computes."""
     budget: int
     """Memory budget in bytes."""
-    backend: str
-    """Backend of all chunks; plans depend on its memory use."""
+    backend: str | None
+    """Backend of all chunks, on whose memory use plans depend; ``None`` lets reproducible units
+    choose theirs."""
     inputs: Sequence[Tensor | Source] = ()
     """Tensors and sources whose files must not change during the call."""
     checkpoint: Checkpoint | None = None
@@ -42,7 +44,12 @@ class StreamingExecutor:
         self.fingerprints = _fingerprints(self.inputs)
 
     def make_plan(self, problem: Problem) -> Any:
-        """Return the :class:`StreamPlan` of the forward pass of a problem with a single pattern."""
+        """Return the plan of the forward pass of a problem with a single pattern.
+
+        It is a :class:`StreamPlan`, or the :class:`cqs.scheduler.Plan` of a reproducible problem.
+        """
+        if problem.is_reproducible:
+            return problem.make_plan(problem.num_tasks or 1)
         on_gpu = self.device.type == "cuda"
         return StreamPlan(
             problem.query.shape[2],
@@ -65,8 +72,11 @@ class StreamingExecutor:
             OSError: A file cannot be read or written, or an input file was changed.
             torch.OutOfMemoryError: The device has less than a sixteenth of the memory budget.
         """
+        answer = into or part.problem.empty_answer()
+        if part.problem.is_reproducible:
+            self.unit_stream(part.problem).attend(answer, hooks.progress)
+            return answer
         problem, plan = part.problem, cast(StreamPlan, part.plan)
-        answer = into or problem.empty_answer()
         call = self.device, problem, self.backend
         position, progress = START, hooks.progress
         before = 0 if progress is None else progress.done
@@ -94,6 +104,20 @@ class StreamingExecutor:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
         return self.backend
 
+    def unit_stream(self, problem: Problem, *, with_gradients: bool = False) -> UnitStream:
+        """Return the passes of a reproducible problem with a single pattern.
+
+        Args:
+            problem: The problem.
+            with_gradients: Whether there will be a backward pass.
+
+        Raises:
+            ValueError: The memory budget is too small for a unit.
+        """
+        units = UnitStream(problem, self.backend, self.device, self.make_plan(problem))
+        units.check_budget(self.budget, with_gradients=with_gradients)
+        return units
+
     def plan_gradients(self, plan: StreamPlan) -> tuple[StreamPlan, StreamPlan]:
         """Return the plans of the two passes for gradients, given the plan of any pass.
 
@@ -106,6 +130,8 @@ class StreamingExecutor:
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
+        if part.problem.is_reproducible:
+            return self.unit_stream(part.problem).differentiate(answer, grad_output)
         problem, plan, terms = part.problem, cast(StreamPlan, part.plan), part.problem.terms
         tensors = problem.query, problem.key, problem.value
         gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in tensors))

@@ -16,7 +16,7 @@ from cqs.executors.ray.tasks.run import Run
 from cqs.executors.shortage import choose_num_tasks
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
-from cqs.problem.scores import add_sinks
+from cqs.problem.scores import add_sinks, merge_sinks
 
 _LOGGER = logging.getLogger("cqs")
 
@@ -53,8 +53,10 @@ class TaskExecutor:
         answer = into or part.problem.empty_answer()
         job = Job.forward(part.problem, part.plan, answer)
         self._compute(job, part.backend, hooks)
-        sinks = part.problem.sinks
-        return answer if sinks is None else add_sinks(answer, sinks)
+        if part.problem.sinks is None:
+            return answer
+        add = merge_sinks if part.problem.is_reproducible else add_sinks
+        return add(answer, part.problem.sinks)
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:
         """Compute the gradients; see :meth:`cqs.executors.contract.Executor.run_backward`."""
@@ -107,6 +109,8 @@ class TaskExecutor:
                 pool.transport = report.transport
                 _LOGGER.info("tensors pass through %s", report.transport)
             self.reports.append(report)
+            if job.problem.is_reproducible:
+                pool.check_environments()
 
         if self._is_in_dispatcher:
             rest_and_run()

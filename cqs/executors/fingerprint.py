@@ -1,0 +1,65 @@
+"""The identity of a reproducible result."""
+
+import hashlib
+import json
+from typing import Unpack
+
+from torch import Tensor
+
+from cqs.problem import check_problem
+from cqs.problem.options import ProblemOptions, problem_options
+from cqs.worker import Worker
+from cqs.worker.environment import describe_environment
+
+
+def fingerprint(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    backend: str | None = None,
+    **options: Unpack[ProblemOptions],
+) -> dict[str, str]:
+    """Return what the bits of a reproducible call depend on besides the values of its tensors.
+
+    Calls with ``reproducible=True`` whose inputs are equal have equal results if their fingerprints
+    are equal, whatever computes them.
+
+    Args:
+        query: ``[batch, num_heads, seqlen_q, head_dim]``, on the type of device that computes.
+        key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
+        value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
+        backend: Name of a backend, see :func:`cqs.attention`.
+        **options: The options of the call, see :class:`cqs.problem.options.ProblemOptions`.
+
+    Returns:
+        Names and values: number of tasks, kind and interest sets of the plans, backends, model and
+        capability of the device, versions of libraries, a digest of the code of cqs, and under
+        ``"digest"`` one of all of these.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: Arguments do not fit together.
+        NotImplementedError: No reproducible backend supports the call.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+        >>> fingerprint(q, k, v, num_tasks=7)["backend"]
+        'cpu'
+    """
+    problem = check_problem(query, key, value, **{**options, "reproducible": True})
+    parts = [part for _, part in problem.parts()]
+    plans = [part.make_plan(part.num_tasks or 1) for part in parts]
+    backends = [
+        Worker.of(part, backend).choose_backend(part.query, part.key, part.value).name
+        for part in parts
+    ]
+    values = {
+        "num_tasks": str(problem.num_tasks),
+        "plans": "; ".join(dict.fromkeys(map(repr, plans))),
+        "backend": ", ".join(dict.fromkeys(backends)),
+        **dict(describe_environment(query.device.type)),
+    }
+    digest = hashlib.blake2b(json.dumps(values).encode(), digest_size=16)
+    return {**values, "digest": digest.hexdigest()}

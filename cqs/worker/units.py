@@ -1,0 +1,236 @@
+"""Computation in units, whose bits depend on no other unit: a task, a batch element and a KV head.
+
+Kernels may round differently with the number of heads in a call, with strides, with the alignment
+of memory and with the number of threads. Each step of a unit is therefore computed by itself, in
+one thread, from contiguous copies of its tokens.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from cqs.partial import Gradients, Partial
+from cqs.ranges import rows_of
+from cqs.scheduler import Step, Task
+from cqs.scheduler.task import join_ranges, keys_of
+from cqs.worker.backend import Backend
+from cqs.worker.backends import choose_backend
+from cqs.worker.held_tokens import HeldTokens
+
+if TYPE_CHECKING:
+    from cqs.worker.worker import Worker
+
+_BACKENDS = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}
+"""Device -> the backends whose results for a unit depend on the unit alone, the preferred first."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Place(NamedTuple):
+    """The heads of a unit."""
+
+    batch: int
+    """Batch element."""
+    kv_head: int
+    """KV head."""
+    group_size: int
+    """Query heads for each KV head."""
+
+    @property
+    def row(self) -> slice:
+        """The batch element."""
+        return slice(self.batch, self.batch + 1)
+
+    @property
+    def heads(self) -> tuple[slice, slice]:
+        """Query heads, and the KV head."""
+        first = self.kv_head * self.group_size
+        return slice(first, first + self.group_size), slice(self.kv_head, self.kv_head + 1)
+
+
+def places_of(query: Tensor, key: Tensor) -> list[Place]:
+    """Return batch elements and KV heads in the order of sums.
+
+    Args:
+        query: ``[batch, num_heads, ...]``.
+        key: ``[batch, num_kv_heads, ...]``.
+    """
+    (batch, num_heads), num_kv_heads = query.shape[:2], key.shape[1]
+    size = num_heads // num_kv_heads
+    return [Place(*where, size) for where in product(range(batch), range(num_kv_heads))]
+
+
+def attend_units(worker: "Worker", steps: Sequence[Step], *held: HeldTokens) -> list[Partial]:
+    """Compute one partial output for each step; see :meth:`cqs.worker.Worker.run_steps`."""
+    unit_worker, places = _prepare(worker, held)
+
+    def attend(unit: tuple[Step, Place]) -> Partial:
+        step, place = unit
+        own = _copy_tokens([step], place, held)
+        (part,) = at_place(unit_worker, place).run_steps([step], *own)
+        return part
+
+    parts = run_in_threads(attend, product(steps, places))
+    firsts = range(0, len(parts), len(places))
+    return [Partial(*_join(parts[i : i + len(places)], places)) for i in firsts]
+
+
+def differentiate_units(worker: "Worker", steps: Sequence[Step], *held: HeldTokens) -> Gradients:
+    """Compute the gradients of a task; see :meth:`cqs.worker.Worker.run_backward`."""
+    unit_worker, places = _prepare(worker, held)
+
+    def differentiate(place: Place) -> Gradients:
+        own = _copy_tokens(steps, place, held)
+        gradients = at_place(unit_worker, place).run_backward(steps, *own)
+        return Gradients(*map(_with_all_rows, gradients, own, held))
+
+    adds_sums = worker.terms is not None and bool(worker.terms.sums)
+    parts = run_in_threads(differentiate, places, in_order=adds_sums)
+    return Gradients(*_join(parts, places))
+
+
+def tokens_of_task(task: Task, held: Sequence[HeldTokens]) -> list[HeldTokens]:
+    """Return the tokens that a task holds, as views.
+
+    Args:
+        task: The task.
+        held: At least these tokens of query, key, value and other tensors of the queries.
+    """
+    taken = []
+    for i, tokens in enumerate(held):
+        ranges = task.held_keys if i in (1, 2) else task.held_queries
+        taken.append(HeldTokens(None, ranges, [tokens.take([own]) for own in ranges]))
+    return taken
+
+
+def add_parts(
+    totals: Sequence[Tensor], parts: Sequence[Tensor], held: Sequence[HeldTokens]
+) -> None:
+    """Add the gradients of a unit or task to those of the whole sequence.
+
+    Args:
+        totals: Sums for query, key and value, ``[batch, heads, seqlen, dim]``.
+        parts: Gradients of the tokens held.
+        held: Query, key and value, and others.
+    """
+    for total, part, tokens in zip(totals, parts, held, strict=False):
+        lengths = list(map(len, tokens.ranges))
+        for rows, values in zip(tokens.ranges, part.split(lengths, dim=2), strict=True):
+            total[:, :, rows.start : rows.stop] += values.to(total.device)
+
+
+def at_place(worker: "Worker", place: Place) -> "Worker":
+    """Return the worker of tensors that have one batch element and KV head."""
+    heads, terms = place.heads[0], worker.terms
+    return replace(
+        worker,
+        dropout=worker.dropout and worker.dropout.moved(place.batch, heads.start),
+        terms=terms and terms.part(place.row, heads),
+    )
+
+
+def run_in_threads(
+    compute: Callable[[_Item], _Result], items: Iterable[_Item], *, in_order: bool = False
+) -> list[_Result]:
+    """Compute without gradients in as many threads as PyTorch uses, each with one of PyTorch.
+
+    Args:
+        compute: Called with each item.
+        items: The items.
+        in_order: Whether one thread computes all of them.
+    """
+    number = torch.get_num_threads()
+
+    def compute_one(item: _Item) -> _Result:
+        with torch.no_grad():  # a mode of the thread
+            return compute(item)
+
+    with one_thread():
+        if number == 1 or in_order:
+            return list(map(compute_one, items))
+        with ThreadPoolExecutor(number, initializer=partial(torch.set_num_threads, 1)) as threads:
+            return list(threads.map(compute_one, items))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch use one thread in the block."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
+def choose_unit_backend(worker: "Worker", query: Tensor, key: Tensor, value: Tensor) -> Backend:
+    """Return the backend of all units; see :meth:`cqs.worker.Worker.choose_backend`.
+
+    Raises:
+        NotImplementedError: No backend, or not the named one, supports the tensors and options and
+            has reproducible results.
+    """
+    names: Sequence[str] = _BACKENDS[query.device.type]
+    if worker.backend is not None:
+        if worker.backend not in names:
+            raise NotImplementedError(
+                f"backend {worker.backend!r} has no reproducible results on this device: "
+                f"backend=None chooses one of {', '.join(names)}"
+            )
+        names = [worker.backend]
+    tensors = query[:1, : query.shape[1] // key.shape[1]], key[:1, :1], value[:1, :1]
+    options = worker.dropout, worker.pattern, worker.terms
+    for name in names[:-1]:
+        with suppress(NotImplementedError):
+            return choose_backend(*tensors, name, *options)
+    return choose_backend(*tensors, names[-1], *options)
+
+
+def _prepare(worker: "Worker", held: Sequence[HeldTokens]) -> tuple["Worker", list[Place]]:
+    """Return the worker of single units, and their heads."""
+    query, key, value = (tokens.sample for tokens in held[:3])
+    backend = choose_unit_backend(worker, query, key, value)
+    return replace(worker, chosen=backend, is_reproducible=False), places_of(query, key)
+
+
+def _copy_tokens(
+    steps: Sequence[Step], place: Place, held: Sequence[HeldTokens]
+) -> list[HeldTokens]:
+    """Return contiguous copies of the tokens of steps, in memory of the same alignment."""
+    queries, keys = join_ranges(step.queries for step in steps), keys_of(steps)
+    copies = []
+    for i, tokens in enumerate(held):
+        is_of_keys = i in (1, 2)
+        ranges, heads = (queries, keys)[is_of_keys], place.heads[is_of_keys]
+        parts = [part[place.row, heads] for part in tokens.split()]
+        rows = HeldTokens(None, tokens.ranges, parts).take(ranges)
+        copies.append(HeldTokens(rows.clone(memory_format=torch.contiguous_format), ranges))
+    return copies
+
+
+def _with_all_rows(gradient: Tensor, own: HeldTokens, held: HeldTokens) -> Tensor:
+    """Return a gradient of all tokens held, given that of some of them."""
+    if own.ranges == held.ranges:
+        return gradient
+    total = held.zeros(gradient.dtype)[:1, : gradient.shape[1]]
+    parts = gradient.split(list(map(len, own.ranges)), dim=2)
+    for tokens, part in zip(own.ranges, parts, strict=True):
+        rows = rows_of(tokens, held.ranges)
+        total[:, :, rows.start : rows.stop] = part
+    return total
+
+
+def _join(parts: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> list[Tensor]:
+    """Return tensors of all batch elements and heads, given those of each place."""
+    batch, joined = places[-1].batch + 1, []
+    for tensors in zip(*parts, strict=True):
+        heads = torch.cat(tensors, dim=1)  # those of all batch elements, one after another
+        joined.append(torch.cat(heads.chunk(batch, dim=1)) if batch > 1 else heads)
+    return joined
