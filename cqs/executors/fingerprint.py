@@ -7,9 +7,9 @@ from typing import Unpack
 from torch import Tensor
 
 from cqs.problem import check_problem
-from cqs.problem.options import ProblemOptions, problem_options
-from cqs.worker import Worker
+from cqs.problem.options import ProblemOptions
 from cqs.worker.environment import describe_environment
+from cqs.worker.units import UnitWorker
 
 
 def fingerprint(
@@ -48,11 +48,12 @@ def fingerprint(
         >>> fingerprint(q, k, v, num_tasks=7)["backend"]
         'cpu'
     """
-    problem = check_problem(query, key, value, **{**options, "reproducible": True})
+    options["reproducible"] = True
+    problem = check_problem(query, key, value, **options)
     parts = [part for _, part in problem.parts()]
     plans = [part.make_plan(part.num_tasks or 1) for part in parts]
     backends = [
-        Worker.of(part, backend).choose_backend(part.query, part.key, part.value).name
+        UnitWorker.of(part, backend).choose_backend(part.query, part.key, part.value).name
         for part in parts
     ]
     values = {

@@ -16,7 +16,7 @@ from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, TaskBackend, Worker
 from cqs.worker.calls import attend_call, lse_for_gradients
 from cqs.worker.memory import memory_of
-from cqs.worker.units import add_parts, tokens_of_task
+from cqs.worker.units import add_parts, make_worker, tokens_of_task
 
 
 class LocalExecutor:
@@ -33,7 +33,7 @@ class LocalExecutor:
         problem, plan, backend = part
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        worker = Worker.of(problem, backend, None if problem.is_reproducible else steps)
+        worker = make_worker(problem, backend, steps)
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
@@ -45,7 +45,7 @@ class LocalExecutor:
                     add_sinks(partial, problem.sinks)
             elif problem.key.numel() and isinstance(worker.chosen, TaskBackend):
                 partial = worker.run_together(all_steps(problem, plan), *held, sinks=problem.sinks)
-            elif worker.chosen and len(steps) == 1 and len(steps[0].queries) == problem.query.shape[2]:
+            elif len(steps) == 1 and worker.chosen and len(steps[0].queries) == plan.seqlen_q:
                 (partial,) = worker.run_steps(steps, *held, sinks=problem.sinks)
             else:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
@@ -76,7 +76,7 @@ class LocalExecutor:
             return Gradients.zeros(problem.query, problem.key, problem.value)
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        worker = Worker.of(problem, backend, None if problem.is_reproducible else steps)
+        worker = make_worker(problem, backend, steps)
         try:
             if problem.is_reproducible:
                 return _add_tasks(worker, problem, plan, grad_output, *answer)
@@ -95,12 +95,10 @@ class LocalExecutor:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
         problem, steps = part.problem, find_work(part.plan).steps
         tensors = problem.query, problem.key, problem.value
-        return Worker.of(problem, part.backend).choose_backend(*tensors, steps).name
+        return make_worker(problem, part.backend).choose_backend(*tensors, steps).name
 
 
-def _add_tasks(
-    worker: Worker, problem: Problem, plan: Plan, *output_tensors: Tensor
-) -> Gradients:
+def _add_tasks(worker: Worker, problem: Problem, plan: Plan, *output_tensors: Tensor) -> Gradients:
     """Return the gradients as sums of those of the tasks, in their order.
 
     Args:
@@ -119,8 +117,9 @@ def _add_tasks(
         task_terms = terms and terms.with_sums(gradients.query.dtype)
         parts = replace(worker, terms=task_terms).run_backward(task.steps, *held)
         add_parts(gradients, parts, held)
-        for total, part in zip(terms.sums, task_terms.sums, strict=True) if terms else ():
-            total += part
+        if terms is not None and task_terms is not None:
+            for total, part in zip(terms.sums, task_terms.sums, strict=True):
+                total += part
     return gradients
 
 

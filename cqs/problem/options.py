@@ -33,8 +33,8 @@ class ProblemOptions(TypedDict, total=False):
     sequences support a number only with ``reproducible``."""
     reproducible: bool
     """Whether output, LSE and gradients have the same bits on every executor, for any number of
-    processes, shards, threads and failures, on one model of device with the same versions; ``False``
-    by default. They depend on ``num_tasks``; see docs/reproducible.md."""
+    processes, shards, threads and failures, on one model of device with the same versions;
+    ``False`` by default. They depend on ``num_tasks``; see docs/reproducible.md."""
 
 
 class AttentionOptions(ProblemOptions, total=False):

@@ -249,4 +249,4 @@ def sink_rows(sinks: Tensor, answer: Partial, grad_output: Tensor) -> Tensor:
 
 def sinks_gradient(sinks: Tensor, rows: Tensor) -> Tensor:
     """Return the gradient of sinks, given the result of :func:`sink_rows`."""
-    return -torch.stack([each.sum() for each in rows]).to(sinks.dtype)
+    return -torch.stack([head_rows.sum() for head_rows in rows]).to(sinks.dtype)

@@ -8,27 +8,26 @@ one thread, from contiguous copies of its tokens.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial
-from cqs.ranges import rows_of
+from cqs.problem import Problem
 from cqs.scheduler import Step, Task
-from cqs.scheduler.task import join_ranges, keys_of
+from cqs.scheduler.task import keys_of
 from cqs.worker.backend import Backend
 from cqs.worker.backends import choose_backend
 from cqs.worker.held_tokens import HeldTokens
-
-if TYPE_CHECKING:
-    from cqs.worker.worker import Worker
+from cqs.worker.worker import Worker
 
 _BACKENDS = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}
 """Device -> the backends whose results for a unit depend on the unit alone, the preferred first."""
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -55,6 +54,15 @@ class Place(NamedTuple):
         return slice(first, first + self.group_size), slice(self.kv_head, self.kv_head + 1)
 
 
+def make_worker(
+    problem: Problem, backend: str | None, steps: Sequence[Step] | None = None
+) -> Worker:
+    """Return the worker of a problem; see :meth:`cqs.worker.Worker.of`."""
+    if problem.is_reproducible:
+        return UnitWorker.of(problem, backend)
+    return Worker.of(problem, backend, steps)
+
+
 def places_of(query: Tensor, key: Tensor) -> list[Place]:
     """Return batch elements and KV heads in the order of sums.
 
@@ -67,33 +75,72 @@ def places_of(query: Tensor, key: Tensor) -> list[Place]:
     return [Place(*where, size) for where in product(range(batch), range(num_kv_heads))]
 
 
-def attend_units(worker: "Worker", steps: Sequence[Step], *held: HeldTokens) -> list[Partial]:
-    """Compute one partial output for each step; see :meth:`cqs.worker.Worker.run_steps`."""
-    unit_worker, places = _prepare(worker, held)
+@dataclass(frozen=True)
+class UnitWorker(Worker):
+    """Computes tasks in units."""
 
-    def attend(unit: tuple[Step, Place]) -> Partial:
-        step, place = unit
-        own = _copy_tokens([step], place, held)
-        (part,) = at_place(unit_worker, place).run_steps([step], *own)
-        return part
+    def choose_backend(
+        self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
+    ) -> Backend:
+        """Return the backend of all units; see :meth:`cqs.worker.Worker.choose_backend`.
 
-    parts = run_in_threads(attend, product(steps, places))
-    firsts = range(0, len(parts), len(places))
-    return [Partial(*_join(parts[i : i + len(places)], places)) for i in firsts]
+        Raises:
+            NotImplementedError: No backend, or not the named one, supports the tensors and options
+                and has reproducible results.
+        """
+        names: Sequence[str] = _BACKENDS[query.device.type]
+        if self.backend is not None:
+            if self.backend not in names:
+                raise NotImplementedError(
+                    f"backend {self.backend!r} has no reproducible results on this device: "
+                    f"backend=None chooses one of {', '.join(names)}"
+                )
+            names = [self.backend]
+        tensors = query[:1, : query.shape[1] // key.shape[1]], key[:1, :1], value[:1, :1]
+        options = self.dropout, self.pattern, self.terms
+        for name in names[:-1]:
+            with suppress(NotImplementedError):
+                return choose_backend(*tensors, name, *options)
+        return choose_backend(*tensors, names[-1], *options)
 
+    def run_steps(self, steps: Sequence[Step], *held: HeldTokens, **options: Any) -> list[Partial]:
+        """Compute one partial output for each step; see :meth:`cqs.worker.Worker.run_steps`."""
+        if not steps:
+            return []
+        worker, places = self._single(held), places_of(held[0].sample, held[1].sample)
 
-def differentiate_units(worker: "Worker", steps: Sequence[Step], *held: HeldTokens) -> Gradients:
-    """Compute the gradients of a task; see :meth:`cqs.worker.Worker.run_backward`."""
-    unit_worker, places = _prepare(worker, held)
+        def attend(unit: tuple[Step, Place]) -> Partial:
+            step, place = unit
+            own = _copy_tokens(place, held, ([step.queries], keys_of([step])))
+            (part,) = at_place(worker, place).run_steps([step], *own, **options)
+            return part
 
-    def differentiate(place: Place) -> Gradients:
-        own = _copy_tokens(steps, place, held)
-        gradients = at_place(unit_worker, place).run_backward(steps, *own)
-        return Gradients(*map(_with_all_rows, gradients, own, held))
+        parts = run_in_threads(attend, product(steps, places))
+        firsts = range(0, len(parts), len(places))
+        return [Partial(*_join(parts[i : i + len(places)], places)) for i in firsts]
 
-    adds_sums = worker.terms is not None and bool(worker.terms.sums)
-    parts = run_in_threads(differentiate, places, in_order=adds_sums)
-    return Gradients(*_join(parts, places))
+    def run_backward(
+        self, steps: Sequence[Step], *held: HeldTokens, dtype: torch.dtype | None = None
+    ) -> Gradients:
+        """Compute the gradients of a task; see :meth:`cqs.worker.Worker.run_backward`.
+
+        The tokens held must be those of the task alone.
+        """
+        worker, places = self._single(held), places_of(held[0].sample, held[1].sample)
+
+        def differentiate(place: Place) -> Gradients:
+            own = _copy_tokens(place, held, (held[0].ranges, held[1].ranges))
+            return at_place(worker, place).run_backward(steps, *own, dtype=dtype)
+
+        adds_sums = self.terms is not None and bool(self.terms.sums)
+        parts = run_in_threads(differentiate, places, in_order=adds_sums)
+        return Gradients(*_join(parts, places))
+
+    def _single(self, held: Sequence[HeldTokens]) -> Worker:
+        """Return the worker of a unit's tensors, before its place is known."""
+        query, key, value = (tokens.sample for tokens in held[:3])
+        backend = self.choose_backend(query, key, value)
+        return Worker(self.scale, None, self.dropout, self.pattern, backend, self.terms)
 
 
 def tokens_of_task(task: Task, held: Sequence[HeldTokens]) -> list[HeldTokens]:
@@ -126,7 +173,7 @@ def add_parts(
             total[:, :, rows.start : rows.stop] += values.to(total.device)
 
 
-def at_place(worker: "Worker", place: Place) -> "Worker":
+def at_place(worker: AnyWorker, place: Place) -> AnyWorker:
     """Return the worker of tensors that have one batch element and KV head."""
     heads, terms = place.heads[0], worker.terms
     return replace(
@@ -170,61 +217,24 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def choose_unit_backend(worker: "Worker", query: Tensor, key: Tensor, value: Tensor) -> Backend:
-    """Return the backend of all units; see :meth:`cqs.worker.Worker.choose_backend`.
-
-    Raises:
-        NotImplementedError: No backend, or not the named one, supports the tensors and options and
-            has reproducible results.
-    """
-    names: Sequence[str] = _BACKENDS[query.device.type]
-    if worker.backend is not None:
-        if worker.backend not in names:
-            raise NotImplementedError(
-                f"backend {worker.backend!r} has no reproducible results on this device: "
-                f"backend=None chooses one of {', '.join(names)}"
-            )
-        names = [worker.backend]
-    tensors = query[:1, : query.shape[1] // key.shape[1]], key[:1, :1], value[:1, :1]
-    options = worker.dropout, worker.pattern, worker.terms
-    for name in names[:-1]:
-        with suppress(NotImplementedError):
-            return choose_backend(*tensors, name, *options)
-    return choose_backend(*tensors, names[-1], *options)
-
-
-def _prepare(worker: "Worker", held: Sequence[HeldTokens]) -> tuple["Worker", list[Place]]:
-    """Return the worker of single units, and their heads."""
-    query, key, value = (tokens.sample for tokens in held[:3])
-    backend = choose_unit_backend(worker, query, key, value)
-    return replace(worker, chosen=backend, is_reproducible=False), places_of(query, key)
-
-
 def _copy_tokens(
-    steps: Sequence[Step], place: Place, held: Sequence[HeldTokens]
+    place: Place, held: Sequence[HeldTokens], ranges: Sequence[Sequence[range]]
 ) -> list[HeldTokens]:
-    """Return contiguous copies of the tokens of steps, in memory of the same alignment."""
-    queries, keys = join_ranges(step.queries for step in steps), keys_of(steps)
+    """Return contiguous copies of tokens of a place, in memory of the same alignment.
+
+    Args:
+        place: The batch element and heads.
+        held: Query, key, value and other tensors of the queries.
+        ranges: Queries and keys to copy.
+    """
     copies = []
-    for i, tokens in enumerate(held):
-        is_of_keys = i in (1, 2)
-        ranges, heads = (queries, keys)[is_of_keys], place.heads[is_of_keys]
-        parts = [part[place.row, heads] for part in tokens.split()]
-        rows = HeldTokens(None, tokens.ranges, parts).take(ranges)
-        copies.append(HeldTokens(rows.clone(memory_format=torch.contiguous_format), ranges))
+    for number, tokens in enumerate(held):
+        has_keys = number in (1, 2)
+        parts = [part[place.row, place.heads[has_keys]] for part in tokens.split()]
+        rows = HeldTokens(None, tokens.ranges, parts).take(ranges[has_keys])
+        copy = rows.clone(memory_format=torch.contiguous_format)
+        copies.append(HeldTokens(copy, tuple(ranges[has_keys])))
     return copies
-
-
-def _with_all_rows(gradient: Tensor, own: HeldTokens, held: HeldTokens) -> Tensor:
-    """Return a gradient of all tokens held, given that of some of them."""
-    if own.ranges == held.ranges:
-        return gradient
-    total = held.zeros(gradient.dtype)[:1, : gradient.shape[1]]
-    parts = gradient.split(list(map(len, own.ranges)), dim=2)
-    for tokens, part in zip(own.ranges, parts, strict=True):
-        rows = rows_of(tokens, held.ranges)
-        total[:, :, rows.start : rows.stop] = part
-    return total
 
 
 def _join(parts: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> list[Tensor]:

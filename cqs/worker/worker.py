@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from cqs.worker.calls import add_call_gradients, attend_call, attend_calls, lse_
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.reference import REFERENCE
-from cqs.worker.units import attend_units, choose_unit_backend, differentiate_units
 from cqs.worker.work import make_work
 
 _StepCall = tuple[range, tuple[range, ...], bool]
@@ -50,13 +50,11 @@ class Worker:
     """Backend of all steps, from :meth:`choose_backend`; ``None`` chooses one for each call."""
     terms: ScoreTerms | None = None
     """Score terms: soft cap, ALiBi, bias and score function, or ``None``."""
-    is_reproducible: bool = False
-    """Whether :meth:`run_steps` and :meth:`run_backward` compute in :mod:`cqs.worker.units`."""
 
     @classmethod
     def of(
         cls, problem: Problem, backend: str | None = None, steps: Sequence[Step] | None = None
-    ) -> "Worker":
+    ) -> Self:
         """Return the worker that computes the tasks of a problem.
 
         Args:
@@ -74,7 +72,7 @@ class Worker:
         if steps is not None:
             tensors = problem.query, problem.key, problem.value
             chosen = choose_backend(*tensors, *options, problem.terms, _best_first(steps))
-        return cls(problem.scale, *options, chosen, problem.terms, problem.is_reproducible)
+        return cls(problem.scale, *options, chosen, problem.terms)
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
@@ -91,8 +89,6 @@ class Worker:
             NotImplementedError: The named backend does not support the tensors or options. The
                 message gives the reason.
         """
-        if self.is_reproducible:
-            return choose_unit_backend(self, query, key, value)
         options = self.backend, self.dropout, self.pattern, self.terms
         return choose_backend(query, key, value, *options, _best_first(steps))
 
@@ -124,8 +120,6 @@ class Worker:
         """
         if not steps:
             return []
-        if self.is_reproducible:
-            return attend_units(self, steps, *held)
         backend = self.chosen or self._choose_for(steps, held)
         if isinstance(backend, TaskBackend):
             lengths = [len(step.queries) for step in steps]
@@ -197,8 +191,6 @@ class Worker:
         Returns:
             Gradients of all tokens held, in any memory layout.
         """
-        if steps and self.is_reproducible:
-            return differentiate_units(self, steps, *held)
         query, key, value, *_ = held
         backend = self.chosen or self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,3 +185,10 @@ def test_a_forked_process_cannot_use_the_cluster(cluster, tensors):
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(script, 0)[1]) == 7
+
+
+@pytest.mark.long
+def test_kills_do_not_change_the_bits_of_one_process(pair, tensors):
+    options = {"num_tasks": 24, "reproducible": True}
+    expected = both_passes(SimpleNamespace(attention=cqs.attention), tensors, **options)
+    assert_kills_change_no_bit(pair, tensors, expected, 20, random.Random(0), **options)

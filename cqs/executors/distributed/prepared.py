@@ -16,8 +16,8 @@ from cqs.executors.distributed.agreement import Request, Shards, calls_on, contr
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout, ShardedWork
 from cqs.executors.distributed.rank_task import RankTask
-from cqs.executors.distributed.rank_units import RankUnits
 from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
+from cqs.executors.distributed.rank_units import RankUnits
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.connections import (
     Links,
@@ -323,7 +323,9 @@ def _backward_call(group: Any, number: int) -> Iterator[None]:
     """Compare the backward pass of a call between the ranks, and check it at the end."""
     calls = calls_on(group)
     with calls.call():
-        calls.compare(control_group(group), Request({"call": f"the backward pass of call {number}"}))
+        calls.compare(
+            control_group(group), Request({"call": f"the backward pass of call {number}"})
+        )
         yield
     calls.check()
 

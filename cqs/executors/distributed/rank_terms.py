@@ -122,9 +122,7 @@ class RankTerms:
         """Return the blocks of every rank's rows, as views of a tensor of this rank's task."""
         return [places(task_terms, tensor, pieces) for pieces in self._received]
 
-    def _swap(
-        self, like: Tensor, sent: list[list[Tensor]], places: list[list[Tensor]]
-    ) -> None:
+    def _swap(self, like: Tensor, sent: list[list[Tensor]], places: list[list[Tensor]]) -> None:
         """Send blocks to every rank, and add those of every rank to their places."""
         received = [list(map(torch.empty_like, blocks)) for blocks in places]
         swap_blocks(self._group, sent, received, like)

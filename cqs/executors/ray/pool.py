@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
@@ -190,14 +190,14 @@ class ActorPool:
 
     def check_environments(self) -> None:
         """Raise ValueError if results of different actors are not bitwise reproducible."""
-        environments = {info.environment: info.node for info in self.infos}
-        for (one, node), (other, other_node) in pairwise(environments.items()):
-            for (name, value), (_, other_value) in zip(one, other, strict=True):
-                if value != other_value:
-                    raise ValueError(
-                        f"reproducible calls require workers with the same {name}, got {value} on "
-                        f"node {node} and {other_value} on node {other_node}"
-                    )
+        described = [info.environment for info in self.infos]
+        different = {
+            part for one in described for part in one if any(part not in other for other in described)
+        }
+        if different:
+            raise ValueError(
+                f"reproducible calls require equal devices and libraries, got {sorted(different)}"
+            )
 
     @property
     def is_connected(self) -> bool:

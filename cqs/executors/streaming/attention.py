@@ -135,11 +135,8 @@ def attention(
     budget = parse_budget(memory_budget, where)
     sources = list(map(_shaped_source, _NAMES, sources, checked))
     problem = replace(problem, query=sources[0], key=sources[1], value=sources[2])
-    in_strips = problem
-    if problem.is_reproducible:
-        name = options.get("backend")
-    elif name == "reference":
-        in_strips = _in_strips(problem)
+    has_strips = name == "reference" and not problem.is_reproducible
+    in_strips = _in_strips(problem) if has_strips else problem
     executor = StreamingExecutor(where, budget, name, sources)
     return_lse = as_bool("return_lse", options.get("return_lse", False))
     verify = as_bool("verify", options.get("verify", False))

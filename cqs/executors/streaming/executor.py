@@ -31,9 +31,8 @@ class StreamingExecutor:
     """The device that computes."""
     budget: int
     """Memory budget in bytes."""
-    backend: str | None
-    """Backend of all chunks, on whose memory use plans depend; ``None`` lets reproducible units
-    choose theirs."""
+    backend: str
+    """Backend of all chunks; plans depend on its memory use."""
     inputs: Sequence[Tensor | Source] = ()
     """Tensors and sources whose files must not change during the call."""
     checkpoint: Checkpoint | None = None

@@ -6,6 +6,7 @@ The units and the order of merges are those of every other executor (:mod:`cqs.w
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from cqs.problem import Problem
 from cqs.problem.scores import merge_sinks
 from cqs.scheduler import Plan, Step
 from cqs.scheduler.task import keys_of
-from cqs.worker import HeldTokens, Worker
+from cqs.worker import HeldTokens
 from cqs.worker.memory import predict_pattern_cost
-from cqs.worker.units import Place, add_parts, at_place, places_of
+from cqs.worker.units import Place, UnitWorker, add_parts, at_place, places_of
 
 _MOST_TASKS = 256
 """Largest number of tasks that is proposed for a budget."""
@@ -28,20 +29,18 @@ _MOST_TASKS = 256
 class UnitStream:
     """Computes the units of a problem one after another; its tensors may be sources."""
 
-    def __init__(
-        self, problem: Problem, backend: str | None, device: torch.device, plan: Plan
-    ) -> None:
+    def __init__(self, problem: Problem, backend: str, device: torch.device, plan: Plan) -> None:
         """Prepare both passes.
 
         Args:
             problem: A problem with a single pattern.
-            backend: Name of a backend; ``None`` means the preferred one.
+            backend: Name of the backend.
             device: The device that computes.
             plan: The plan of the problem.
 
         Raises:
-            NotImplementedError: No reproducible backend supports the problem, score terms require
-                gradients, or a GPU computes and there is a bias.
+            NotImplementedError: Score terms require gradients, or a GPU computes and there is a
+                bias.
         """
         terms, shape = problem.terms, problem.shape
         if terms is not None and (terms.leaves or device.type != "cpu" and terms.bias is not None):
@@ -52,14 +51,10 @@ class UnitStream:
         if terms is not None and terms.alibi_slopes is not None:
             terms = replace(terms, alibi_slopes=terms.alibi_slopes.to(device))
         self._problem, self._plan, self._device = problem, plan, device
-        self._worker = Worker.of(replace(problem, terms=terms), backend)
+        self._worker = UnitWorker.of(replace(problem, terms=terms), backend)
         self._places = places_of(problem.query, problem.key)
+        self._backend = backend
         size = shape.num_heads // shape.kv_heads
-        samples = [
-            torch.empty((1, heads, 1, tensor.shape[3]), dtype=tensor.dtype, device=device)
-            for heads, tensor in zip((size, 1, 1), self._tensors, strict=True)
-        ]
-        self._backend = self._worker.choose_backend(*samples).name
         self._shape = replace(shape, batch=1, num_heads=size, num_kv_heads=1)
 
     @property
@@ -127,10 +122,9 @@ class UnitStream:
             if progress is not None:
                 progress.advance(step.live_pairs * place.group_size)
         problem, shape = self._problem, (1, place.group_size, len(queries))
-        output = torch.empty(
-            (*shape, problem.value.shape[3]), dtype=problem.query.dtype, device=self._device
-        )
-        lse = output.new_empty(shape, dtype=lse_dtype(output.dtype))
+        new, dtype = partial(torch.empty, device=self._device), problem.query.dtype
+        output = new((*shape, problem.value.shape[3]), dtype=dtype)
+        lse = new(shape, dtype=lse_dtype(dtype))
         merge_rows(Partial(output, lse), parts)
         if problem.sinks is not None:
             merge_sinks(Partial(output, lse), problem.sinks[place.heads[0]].to(self._device))
@@ -143,7 +137,7 @@ class UnitStream:
             answer: Output and LSE of the whole problem.
             grad_output: Gradient of the output.
         """
-        gradients = Gradients(*(tensor.new_empty(tensor.shape) for tensor in self._tensors))
+        gradients = Gradients(*(torch.empty(t.shape, dtype=t.dtype) for t in self._tensors))
         inputs = *self._tensors, grad_output, *answer
         for place in self._places:
             own = [part[place.row, place.heads[i > 0]] for i, part in enumerate(gradients)]

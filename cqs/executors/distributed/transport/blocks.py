@@ -12,9 +12,7 @@ BlocksOfRanks = Sequence[Sequence[Tensor]]
 """Tensors that are sent to each rank, or received from it."""
 
 
-def swap_blocks(
-    group: Any, sent: BlocksOfRanks, received: BlocksOfRanks, like: Tensor
-) -> None:
+def swap_blocks(group: Any, sent: BlocksOfRanks, received: BlocksOfRanks, like: Tensor) -> None:
     """Send blocks to every rank, and copy those of every rank to their places.
 
     Args:
@@ -25,11 +23,13 @@ def swap_blocks(
     """
     blocks, places = list(chain(*sent)), list(chain(*received))
     nothing = like.new_empty(0)
-    sizes = [[sum(block.nbytes for block in each) for each in side] for side in (received, sent)]
+    into_bytes, out_bytes = (
+        [sum(block.nbytes for block in tensors) for tensors in side] for side in (received, sent)
+    )
     packed = torch.cat([nothing, *(block.reshape(-1) for block in blocks)])
     incoming = nothing.new_empty(sum(place.numel() for place in places))
     # In bytes, because gloo has no bfloat16.
     into, out = (flat.view(torch.uint8) for flat in (incoming, packed))
-    dist.all_to_all_single(into, out, *sizes, group=group)
+    dist.all_to_all_single(into, out, into_bytes, out_bytes, group=group)
     for place, block in zip(places, incoming.split([p.numel() for p in places]), strict=True):
         place.copy_(block.view(place.shape))

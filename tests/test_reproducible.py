@@ -1,0 +1,192 @@
+"""Reproducible calls: bitwise identical in this process, on ranks, on workers and as streams."""
+
+import random
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import random_cuts
+from random_problems import random_case, random_packed_case
+
+import cqs
+import cqs.distributed
+import cqs.streaming
+from benchmarks.cases import Case
+from cqs.distributed import Strategy
+from cqs.executors.distributed import attention as distributed_attention
+from cqs.scheduler.head_groups import possible_head_parallel
+
+NUM_PROBLEMS, BATCH = 300, 12
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+BUDGETS = "2MiB", "16MiB", "1GiB"
+
+
+def draw_problem(generator):
+    """Return a case, the dtype of its tensors, and options without tensors."""
+    case = (random_packed_case if generator.random() < 0.2 else random_case)(generator)
+    options = {"is_causal": case.is_causal, "pattern": case.pattern, "scale": case.scale}
+    options["num_tasks"] = generator.choice([None, *range(1, 32)])
+    if generator.random() < 0.2:
+        options |= {"dropout_p": 0.3, "seed": 5}
+    scores = generator.choice([None, None, "sinks", "softcap", "alibi_slopes"])
+    return case, generator.choice(DTYPES), options, scores
+
+
+def results(call, tensors, weights, scores, **options):
+    """Return output, LSE, and the gradients of query, key, value and sinks."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    heads = torch.linspace(-1, 1, tensors[0].shape[1])
+    if scores == "sinks":
+        leaves.append(heads.clone().requires_grad_())
+        options["scores"] = cqs.Scores(sinks=leaves[3])
+    elif scores is not None:
+        values = {"softcap": 2.0, "alibi_slopes": heads / 50}
+        options["scores"] = cqs.Scores(**{scores: values[scores]})
+    answer = call(*leaves[:3], return_lse=True, reproducible=True, **options)
+    return [*map(torch.Tensor.detach, answer), *torch.autograd.grad(answer.output, leaves, weights)]
+
+
+def make_tensors(case, dtype):
+    """Return query, key and value, and the gradient of the output."""
+    problem = case.make(dtype)
+    weights = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(7))
+    return (problem.query, problem.key, problem.value), weights.to(dtype)
+
+
+def expected_results(case, dtype, options, scores):
+    tensors, weights = make_tensors(case, dtype)
+    return results(cqs.attention, tensors, weights, scores, **options)
+
+
+def results_of_shard(group, case, dtype, options, scores, cuts, degree):
+    """Return the results of this rank's shard; the gradient of the sinks is a share."""
+    rank, (tensors, weights) = dist.get_rank(group), make_tensors(case, dtype)
+    queries, keys = (slice(*list(pairwise(marks))[rank]) for marks in cuts)
+    sides = queries, keys, keys
+    shards = [tensor[:, :, rows] for tensor, rows in zip(tensors, sides, strict=True)]
+    call = partial(cqs.distributed.attention, group=group, strategy=Strategy(head_parallel=degree))
+    return results(call, shards, weights[:, :, queries], scores, **options)
+
+
+def joined(shards):
+    """Return the results of whole sequences: their tokens in rank order, and sums of shares."""
+    columns = list(zip(*shards, strict=True))
+    return [torch.cat(c, dim=2) for c in columns[:5]] + [sum(c) for c in columns[5:]]
+
+
+def assert_equal(actual, expected, *problem):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other), problem
+
+
+batches = pytest.mark.parametrize("batch", range(NUM_PROBLEMS // BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.sample(20)
+@batches
+def test_ranks_compute_the_bits_of_one_process(ranks, batch):
+    generator = random.Random(batch)
+    for number in range(BATCH):
+        case, *problem = draw_problem(generator)
+        num_ranks = 1 + (batch + number) % 8
+        cuts = random_cuts(generator, (case.seqlen_q, case.seqlen_kv), num_ranks)
+        degrees = possible_head_parallel(num_ranks, case.num_heads, case.num_kv_heads)
+        degree = 1 if case.pattern is not None else generator.choice(degrees)
+        shards = ranks.run(num_ranks, results_of_shard, case, *problem, cuts, degree)
+        assert_equal(joined(shards), expected_results(case, *problem), case, problem, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(20)
+@batches
+def test_streams_compute_the_bits_of_one_call(batch):
+    generator = random.Random(batch)
+    for number in range(BATCH):
+        case, dtype, options, scores = draw_problem(generator)
+        tensors, weights = make_tensors(case, dtype)
+        budget = BUDGETS[number % 3]
+        stream = partial(cqs.streaming.attention, memory_budget=budget, device="cpu")
+        actual = results(stream, tensors, weights, scores, **options)
+        torch.set_num_threads(1 + number % 2)
+        expected = results(cqs.attention, tensors, weights, scores, **options)
+        assert_equal(actual, expected, case, dtype, options, scores)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.sample(20)
+@batches
+def test_workers_compute_the_bits_of_one_process(cluster, batch):
+    generator = random.Random(batch)
+    for _ in range(BATCH):
+        case, dtype, options, scores = draw_problem(generator)
+        tensors, weights = make_tensors(case, dtype)
+        actual = results(cluster.attention, tensors, weights, scores, **options)
+        assert_equal(actual, expected_results(case, dtype, options, scores), case, options, scores)
+
+
+@pytest.mark.ray
+def test_sharded_sequences_have_the_bits_of_one_process(cluster):
+    tensors = [torch.randn(1, 2, 90, 8) for _ in range(3)]
+    options = {"is_causal": True, "num_tasks": 5, "reproducible": True}
+    output = cluster.attention(cluster.shard(*tensors), **options).to_local()
+    assert torch.equal(output, cqs.attention(*tensors, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_unit_depends_on_no_other_unit(dtype):
+    query, key = torch.randn(2, 4, 150, 16, dtype=dtype), torch.randn(2, 2, 150, 16, dtype=dtype)
+    whole = cqs.attention(query, key, key, reproducible=True)
+    strided = query.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.set_num_threads(2)
+    assert torch.equal(cqs.attention(strided, key, key, reproducible=True), whole)
+    part = cqs.attention(query[1:, 2:], key[1:, 1:], key[1:, 1:], reproducible=True)
+    assert torch.equal(part, whole[1:, 2:])
+
+
+def test_reproducible_calls_are_exact(assert_right):
+    problem = Case("reproducible", 150, 200, is_causal=True).make()
+    tensors = problem.query, problem.key, problem.value
+    options = {"is_causal": True, "reproducible": True, "return_lse": True}
+    assert_right(problem, cqs.attention(*tensors, **options))
+
+
+def test_what_is_not_reproducible_is_refused():
+    tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
+    with pytest.raises(NotImplementedError, match="'triton' has no reproducible results"):
+        cqs.attention(*tensors, reproducible=True, backend="triton")
+    with pytest.raises(ValueError, match="num_tasks must be None without reproducible=True"):
+        cqs.streaming.attention(*tensors, num_tasks=3)
+    stream = partial(cqs.streaming.attention, *tensors, device="cpu", reproducible=True)
+    with pytest.raises(ValueError, match=r"units of 24 tasks, got 20000: pass num_tasks=\d+"):
+        stream(memory_budget=20000)
+    bias = torch.zeros(300, 300, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="gradients of scores"):
+        stream(scores=cqs.Scores(bias=bias))
+
+
+def other_environment(group):
+    """Compute with another library on rank 1; return what is raised."""
+    tensors = [torch.randn(1, 2, 8, 8) for _ in range(3)]
+    described = (("torch", f"version {dist.get_rank(group)}"),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_attention, "describe_environment", lambda device: described)
+        with pytest.raises(ValueError, match="environment .*version 1") as caught:
+            cqs.distributed.attention(*tensors, group=group, reproducible=True)
+    return str(caught.value)
+
+
+def test_ranks_with_other_libraries_are_refused(ranks):
+    assert len({*ranks.run(2, other_environment)}) <= 2
+
+
+def test_the_fingerprint_changes_with_what_the_bits_depend_on():
+    tensors = [torch.randn(1, 2, 64, 8) for _ in range(3)]
+    one = cqs.fingerprint(*tensors)
+    assert one == cqs.fingerprint(*(tensor + 1 for tensor in tensors))
+    for options in ({"num_tasks": 7}, {"is_causal": True}, {"backend": "reference"}):
+        assert cqs.fingerprint(*tensors, **options)["digest"] != one["digest"]
