@@ -154,18 +154,19 @@ OWN = {
     "group": "the process group of the ranks",
     "joint": "tokens of which every rank has a copy; elsewhere they are part of the sequence",
     "out": "a destination in memory or in a file; see [streaming](streaming.md)",
+    "reproducible": "the same on every executor; test_reproducible.py compares all of them",
 }
-"""Arguments of a single function, which are no options of a computation."""
+"""Arguments that are no axis of the matrix."""
 
 _NO_MASK = "pass `pattern=from_mask(mask)`, or a bias in `scores`"
 _ALWAYS = "query heads share KV heads where these are fewer"
-_PER_RANK = "every rank computes one task"
+_PER_RANK = "every rank computes one task, unless calls are reproducible"
 _AT_ONCE = "`cqs.streaming.attention` and clusters report the progress of long calls"
 _NO_RANKS = "there are no ranks"
 _NO_MEMORY = "its inputs are in memory as a whole; `cqs.streaming.attention` reads them in parts"
 _OF_TENSORS = "it computes on the device of its tensors"
 _OF_WORKERS = "the workers' devices are chosen when the cluster starts"
-_PLANNED = "it cuts the problem by the memory budget"
+_PLANNED = "the memory budget decides, unless calls are reproducible"
 
 
 def _holes(reason: str, rows: list[str], executors: Iterable[str]) -> dict[tuple[str, str], str]:

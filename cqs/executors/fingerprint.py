@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cqs.problem import check_problem
 from cqs.problem.options import ProblemOptions
+from cqs.scheduler import Kind
 from cqs.worker.environment import describe_environment
 from cqs.worker.units import UnitWorker
 
@@ -17,6 +18,7 @@ def fingerprint(
     key: Tensor,
     value: Tensor,
     *,
+    plan: Kind | str | None = None,
     backend: str | None = None,
     **options: Unpack[ProblemOptions],
 ) -> dict[str, str]:
@@ -29,12 +31,13 @@ def fingerprint(
         query: ``[batch, num_heads, seqlen_q, head_dim]``, on the type of device that computes.
         key: ``[batch, num_kv_heads, seqlen_kv, head_dim]``.
         value: ``[batch, num_kv_heads, seqlen_kv, value_dim]``.
-        backend: Name of a backend, see :func:`cqs.attention`.
+        plan: Kind of the plan, see :func:`cqs.attention`.
+        backend: Name of a backend.
         **options: The options of the call, see :class:`cqs.problem.options.ProblemOptions`.
 
     Returns:
-        Names and values: number of tasks, kind and interest sets of the plans, backends, model and
-        capability of the device, versions of libraries, a digest of the code of cqs, and under
+        Names and values: shapes, options, tasks and interest sets of the plans, backends, model
+        and capability of the device, versions of libraries, a digest of the code of cqs, and under
         ``"digest"`` one of all of these.
 
     Raises:
@@ -48,16 +51,19 @@ def fingerprint(
         >>> fingerprint(q, k, v, num_tasks=7)["backend"]
         'cpu'
     """
+    if unknown := options.keys() - ProblemOptions.__annotations__:
+        raise TypeError(f"options must be those of cqs.attention, got {sorted(unknown)}")
     options["reproducible"] = True
     problem = check_problem(query, key, value, **options)
     parts = [part for _, part in problem.parts()]
-    plans = [part.make_plan(part.num_tasks or 1) for part in parts]
+    plans = [part.make_plan(part.num_tasks or 1, plan) for part in parts]
     backends = [
         UnitWorker.of(part, backend).choose_backend(part.query, part.key, part.value).name
         for part in parts
     ]
     values = {
-        "num_tasks": str(problem.num_tasks),
+        "tensors": f"{problem.shape}, {query.dtype}",
+        "options": f"scale {problem.scale}, {problem.dropout}, {problem.terms and problem.terms.names}",
         "plans": "; ".join(dict.fromkeys(map(repr, plans))),
         "backend": ", ".join(dict.fromkeys(backends)),
         **dict(describe_environment(query.device.type)),

@@ -28,13 +28,13 @@ class ProblemOptions(TypedDict, total=False):
     """Sinks, soft cap, ALiBi, bias or a score function; see :class:`cqs.Scores`."""
     num_tasks: int | None
     """Number of tasks, any positive integer. ``None`` means 24 with ``reproducible``, otherwise one
-    on one device, and on a cluster one for each worker, or more if a GPU has too little memory for
-    so large tasks, which the logger ``cqs`` then reports at level INFO. Ranks, streams and sharded
-    sequences support a number only with ``reproducible``."""
+    on one device and one for each worker of a cluster. If a GPU has too little memory for so large
+    tasks, there are more, which the logger ``cqs`` reports at level INFO. Ranks, streams and
+    sharded sequences support a number only with ``reproducible``."""
     reproducible: bool
-    """Whether output, LSE and gradients have the same bits on every executor, for any number of
-    processes, shards, threads and failures, on one model of device with the same versions;
-    ``False`` by default. They depend on ``num_tasks``; see docs/reproducible.md."""
+    """Whether output, LSE and gradients are bitwise identical on every executor, for any number of
+    processes, shards, threads and failures, on one model of device with equal versions; ``False``
+    by default. They depend on ``num_tasks``; see docs/reproducible.md."""
 
 
 class AttentionOptions(ProblemOptions, total=False):

@@ -208,12 +208,14 @@ def run_in_threads(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread in the block."""
-    number = torch.get_num_threads()
+    """Let PyTorch use one thread, and products of full precision, in the block."""
+    number, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(number)
 
 
