@@ -61,9 +61,10 @@ def fingerprint(
         UnitWorker.of(part, backend).choose_backend(part.query, part.key, part.value).name
         for part in parts
     ]
+    names = [] if problem.terms is None else sorted(problem.terms.names)
     values = {
         "tensors": f"{problem.shape}, {query.dtype}",
-        "options": f"scale {problem.scale}, {problem.dropout}, {problem.terms and problem.terms.names}",
+        "options": f"scale {problem.scale}, {problem.dropout}, {', '.join(names)}",
         "plans": "; ".join(dict.fromkeys(map(repr, plans))),
         "backend": ", ".join(dict.fromkeys(backends)),
         **dict(describe_environment(query.device.type)),

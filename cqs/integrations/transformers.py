@@ -39,6 +39,7 @@ def register(
     group: "dist.ProcessGroup | None" = None,
     num_tasks: int | None = None,
     backend: str | None = None,
+    reproducible: bool = False,
 ) -> None:
     """Register cqs as an ``attn_implementation`` of Hugging Face transformers.
 
@@ -68,8 +69,11 @@ def register(
             with its shard of the padding mask. For packed sequences pass this rank's shard of
             their ``position_ids``, which begin anew in every sequence, or ``cu_seq_lens_q`` of the
             sequences of all ranks. Caches are not supported.
-        num_tasks: Number of tasks, see :func:`cqs.attention`. Not supported with ``group``.
+        num_tasks: Number of tasks, see :func:`cqs.attention`. Supported with ``group`` only if
+            ``reproducible``.
         backend: Name of a backend; ``None`` selects one, see :func:`cqs.attention`.
+        reproducible: Whether results are bitwise identical on every executor, see
+            :func:`cqs.attention`.
 
     Raises:
         ImportError: transformers is not installed, or has no ``AttentionInterface``.
@@ -90,15 +94,16 @@ def register(
         message = "transformers must be 5.4 or later: pip install 'transformers>=5.4'"
         raise ImportError(message) from error
     check_backend_name(backend)
-    if group is not None and not cluster is num_tasks is None:
+    if group is not None and not (cluster is None and (num_tasks is None or reproducible)):
         raise ValueError(
             "cluster and num_tasks must be None with a process group, "
             f"got {cluster!r} and {num_tasks!r}"
         )
-    compute: Callable[..., Any] = partial(cqs.distributed.attention, group=group, backend=backend)
-    if group is None:
-        local: Callable[..., Any] = attention if cluster is None else cluster.attention
-        compute = partial(local, num_tasks=num_tasks, backend=backend)
+    execute: Callable[..., Any] = attention if cluster is None else cluster.attention
+    if group is not None:
+        execute = partial(cqs.distributed.attention, group=group)
+    options = {"num_tasks": num_tasks, "backend": backend, "reproducible": reproducible or None}
+    compute = partial(execute, **{name: o for name, o in options.items() if o is not None})
     implementation = _Implementation(compute, sdpa_mask, group)
     attend = implementation.attend
     mask = replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask)

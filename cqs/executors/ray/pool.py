@@ -192,7 +192,10 @@ class ActorPool:
         """Raise ValueError if results of different actors are not bitwise reproducible."""
         described = [info.environment for info in self.infos]
         different = {
-            part for one in described for part in one if any(part not in other for other in described)
+            part
+            for one in described
+            for part in one
+            if any(part not in other for other in described)
         }
         if different:
             raise ValueError(
