@@ -49,21 +49,21 @@ def results(call, tensors, weights, scores, **options):
     return [*map(torch.Tensor.detach, answer), *torch.autograd.grad(answer.output, leaves, weights)]
 
 
-def make_tensors(case, dtype):
+def make_tensors(case, dtype, device="cpu"):
     """Return query, key and value, and the gradient of the output."""
-    problem = case.make(dtype)
+    problem = case.make(dtype, device)
     weights = torch.randn(problem.query.shape, generator=torch.Generator().manual_seed(7))
-    return (problem.query, problem.key, problem.value), weights.to(dtype)
+    return (problem.query, problem.key, problem.value), weights.to(device, dtype)
 
 
-def expected_results(case, dtype, options, scores):
-    tensors, weights = make_tensors(case, dtype)
+def expected_results(case, dtype, options, scores, device="cpu"):
+    tensors, weights = make_tensors(case, dtype, device)
     return results(cqs.attention, tensors, weights, scores, **options)
 
 
-def results_of_shard(group, case, dtype, options, scores, cuts, degree):
+def results_of_shard(group, case, dtype, options, scores, cuts, degree, device="cpu"):
     """Return the results of this rank's shard; the gradient of the sinks is a share."""
-    rank, (tensors, weights) = dist.get_rank(group), make_tensors(case, dtype)
+    rank, (tensors, weights) = dist.get_rank(group), make_tensors(case, dtype, device)
     queries, keys = (slice(*list(pairwise(marks))[rank]) for marks in cuts)
     sides = queries, keys, keys
     shards = [tensor[:, :, rows] for tensor, rows in zip(tensors, sides, strict=True)]
@@ -115,6 +115,21 @@ def test_streams_compute_the_bits_of_one_call(batch):
         torch.set_num_threads(1 + number % 2)
         expected = results(cqs.attention, tensors, weights, scores, **options)
         assert_equal(actual, expected, case, dtype, options, scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gpus_compute_the_bits_of_one_gpu(gpu_ranks, head_dim):
+    num_ranks = torch.cuda.device_count()
+    case = Case("reproducible", 5000, 5000, 8, 4, head_dim)
+    problem = torch.bfloat16, {"is_causal": True}, None
+    expected = [result.cpu() for result in expected_results(case, *problem, "cuda")]
+    cuts = random_cuts(random.Random(0), (5000, 5000), num_ranks)
+    shards = gpu_ranks.run(num_ranks, results_of_shard, case, *problem, cuts, 1, "cuda")
+    assert_equal(joined([[part.cpu() for part in shard] for shard in shards]), expected)
+    stream = partial(cqs.streaming.attention, memory_budget="1GiB", device="cuda")
+    tensors, weights = make_tensors(case, torch.bfloat16)
+    assert_equal(results(stream, tensors, weights, None, is_causal=True), expected)
 
 
 @pytest.mark.ray
@@ -247,7 +262,7 @@ def train_llama(group):
     return [torch.stack(losses), *(weight.detach() for weight in model.parameters())]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_llama_trains_to_the_same_bits_on_any_number_of_ranks(ranks):
     pytest.importorskip("transformers")
     torch.set_num_threads(1)

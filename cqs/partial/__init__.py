@@ -340,9 +340,11 @@ def sum_rows(total: Tensor, parts: Sequence[tuple[Tensor, slice]]) -> None:
             fused_merge.sum_rows(total, parts)
         return
     dtype = lse_dtype(total.dtype)
-    if _has_loops(total) and parts and all(part.shape == total.shape for part, _ in parts):
+    is_large = total.is_cpu and total.numel() >= _LEAST_ELEMENTS and _loops() is not None
+    if is_large and parts and all(part.shape == total.shape for part, _ in parts):
         ones = torch.ones(len(parts), *total.shape[:3], dtype=dtype, device=total.device)
         _add_rows(total, [part for part, _ in parts], ones)
+        total.add_(0.0)  # a sum of -0.0 alone is 0.0, as below
         return
     sums = torch.zeros_like(total, dtype=dtype)
     for part, rows in parts:
@@ -360,8 +362,8 @@ def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
         parts: Tensors in the shape of ``total``. The first one may be ``total``, and no other.
         weights: ``[len(parts), batch, heads, rows]``, float32 or float64.
     """
-    if _has_loops(total):
-        _loops().add_rows(total, parts, weights)
+    if total.is_cpu and total.numel() >= _LEAST_ELEMENTS and (loops := _loops()) is not None:
+        loops.add_rows(total, parts, weights)
         return
     sums = total if total.dtype == weights.dtype else torch.empty_like(total, dtype=weights.dtype)
     factors = weights.unsqueeze(-1)
@@ -374,11 +376,6 @@ def _add_rows(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
 
 def _slice_rows(partial: Partial, start: int, stop: int) -> Partial:
     return Partial(*(tensor[:, :, start:stop] for tensor in partial))
-
-
-def _has_loops(total: Tensor) -> bool:
-    """Return whether compiled loops add the parts of a sum."""
-    return total.is_cpu and total.numel() >= _LEAST_ELEMENTS and _loops() is not None
 
 
 def _adds_at_once(total: Tensor) -> bool:

@@ -86,7 +86,7 @@ def _compile_loop(part_dtype: torch.dtype, total_dtype: torch.dtype) -> Any:
                     step = strides[j]
                     rows[j] = tensors[j] + step[0] * batch + step[1] * head + step[2] * row
                 for column in range(num_columns):
-                    sums[column] = 0.0
+                    sums[column] = -0.0  # which changes no product, not even -0.0
                 for part in range(last):
                     values = carray(_pointer(rows[part]), num_columns, part_format)
                     weight = weights[part, before + row]

@@ -282,8 +282,8 @@ def check_problem(
     seed = None if seed is None else as_integer("seed", seed, 0)
     dropout = Dropout(probability, draw_seed() if seed is None else seed) if probability else None
     num_tasks = options.get("num_tasks")
-    is_reproducible = as_bool("reproducible", options.get("reproducible", False))
-    if is_reproducible:
+    if is_reproducible := options.get("reproducible", False):
+        is_reproducible = as_bool("reproducible", is_reproducible)
         given = REPRODUCIBLE_TASKS if num_tasks is None else num_tasks
         num_tasks = as_integer("num_tasks", given, 1)
     fields = is_causal, factor, dropout, pattern, sinks, terms, num_tasks, is_reproducible

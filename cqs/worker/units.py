@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial
-from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.scheduler.task import keys_of
 from cqs.worker.backend import Backend
@@ -52,15 +51,6 @@ class Place(NamedTuple):
         """Query heads, and the KV head."""
         first = self.kv_head * self.group_size
         return slice(first, first + self.group_size), slice(self.kv_head, self.kv_head + 1)
-
-
-def make_worker(
-    problem: Problem, backend: str | None, steps: Sequence[Step] | None = None
-) -> Worker:
-    """Return the worker of a problem; see :meth:`cqs.worker.Worker.of`."""
-    if problem.is_reproducible:
-        return UnitWorker.of(problem, backend)
-    return Worker.of(problem, backend, steps)
 
 
 def places_of(query: Tensor, key: Tensor) -> list[Place]:

@@ -190,16 +190,11 @@ class ActorPool:
 
     def check_environments(self) -> None:
         """Raise ValueError if results of different actors are not bitwise reproducible."""
-        described = [info.environment for info in self.infos]
-        different = {
-            part
-            for one in described
-            for part in one
-            if any(part not in other for other in described)
-        }
-        if different:
+        environments = {info.environment for info in self.infos}
+        if len(environments) > 1:
+            one, other, *_ = map(set, environments)
             raise ValueError(
-                f"reproducible calls require equal devices and libraries, got {sorted(different)}"
+                f"reproducible calls require equal devices and libraries, got {sorted(one ^ other)}"
             )
 
     @property

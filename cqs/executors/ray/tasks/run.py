@@ -26,7 +26,8 @@ from cqs.executors.ray.tasks.outbox import Outbox
 from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 from cqs.executors.shortage import explain_shortage
 from cqs.problem import Problem
-from cqs.worker.units import make_worker
+from cqs.worker import Worker
+from cqs.worker.units import UnitWorker
 
 _CALLS_IN_FLIGHT = 2
 """Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
@@ -111,7 +112,8 @@ class Run:
         """
         self._started, self._start = time.time(), time.perf_counter()
         self._pool, self._job, self._progress = pool, job, progress
-        self._worker = make_worker(job.problem, backend)
+        kind = UnitWorker if job.problem.is_reproducible else Worker
+        self._worker: Worker = kind.of(job.problem, backend)
         if (terms := self._worker.terms) is not None:  # each task gets its own bias
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
