@@ -153,8 +153,11 @@ class _Attention(torch.autograd.Function):
             grad_sinks = None
             if ctx.needs_input_grad[3]:
                 sinks, *answer = saved[ctx.num_kept : ctx.num_kept + 3]
-                rows = ctx.gather_rows(sink_rows(sinks, Partial(*answer), grad_output))
                 with one_thread() if ctx.is_reproducible else nullcontext():
+                    if ctx.is_reproducible:  # sums depend on strides
+                        grad_output = grad_output.contiguous()
+                        answer = [tensor.contiguous() for tensor in answer]
+                    rows = ctx.gather_rows(sink_rows(sinks, Partial(*answer), grad_output))
                     grad_sinks = sinks_gradient(sinks, rows)
         query, key, value = [g if g.dtype == dtype else g.to(dtype) for g in gradients]
         leaf_gradients = [total.to(of) for total, (_, of, _) in zip(sums, ctx.leaves, strict=True)]
