@@ -23,7 +23,6 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.executors.ray.tasks.report import as_html
 from cqs.partial import AttentionOutput, Partial
 from cqs.problem import Problem, check_problem, draw_seed
 from cqs.problem.options import AttentionOptions, problem_options
@@ -137,10 +136,6 @@ class Cluster:
         state = "closed" if self._pool.closing.is_set() else started
         nodes = len({info.node for info in infos})
         return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
-
-    def _repr_html_(self) -> str:
-        rows = [(info.node[:8], info.pid, info.device) for info in self._pool.infos]
-        return as_html(repr(self), ("node", "pid", "device"), rows)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
