@@ -190,11 +190,8 @@ class ActorPool:
 
     def check_environments(self) -> None:
         """Raise ValueError if results of different actors are not bitwise reproducible."""
-        described = [info.environment for info in self.infos]
-        different = {
-            part for one in described for part in one if any(part not in other for other in described)
-        }
-        if different:
+        described = [set(info.environment) for info in self.infos] or [set()]
+        if different := described[0].union(*described) - described[0].intersection(*described):
             raise ValueError(
                 f"reproducible calls require equal devices and libraries, got {sorted(different)}"
             )
