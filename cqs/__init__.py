@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cqs.api import attention as attention
     from cqs.executors.fingerprint import fingerprint as fingerprint
     from cqs.executors.ray import Cluster as Cluster
-    from cqs.executors.ray import as_completed as as_completed
     from cqs.executors.verify import VerificationError as VerificationError
     from cqs.integrations.flex import flex_attention as flex_attention
     from cqs.partial import AttentionOutput as AttentionOutput
@@ -26,7 +25,6 @@ _LAZY = {
     "AttentionOutput": "cqs.partial",
     "Cluster": "cqs.executors.ray",
     "Scores": "cqs.problem.scores",
-    "as_completed": "cqs.executors.ray",
     "fingerprint": "cqs.executors.fingerprint",
     "VerificationError": "cqs.executors.verify",
     "flex_attention": "cqs.integrations.flex",

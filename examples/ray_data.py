@@ -6,6 +6,7 @@ The script compares one embedding with attention in this process.
 """
 
 import argparse
+from concurrent.futures import as_completed
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Embedder:
         for row, tokens in enumerate(batch["tokens"]):
             query, key, value = self.encoder.project(torch.tensor(tokens))
             rows[self.cluster.submit(query, key, value)] = row
-        for future in cqs.as_completed(rows):
+        for future in as_completed(rows):
             embeddings[rows[future]] = self.encoder.pool(future.result())
         return {**batch, "embedding": embeddings}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.exact import attend
 from support.frames import count_frames
+from support.layouts import LAYOUTS
 
 import cqs
 from benchmarks.cases import CASES, Case
@@ -50,19 +51,13 @@ def test_any_kind_of_plan_gives_the_exact_answer(assert_right, plan, is_causal):
     assert_right(problem, attend(problem, num_tasks=6, plan=plan))
 
 
-LAYOUTS = {
-    "seqlen-before-heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "heads-before-batch": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "every-other-token": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
-    "every-other-element": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
-    "columns-adjacent": lambda t: t.mT.contiguous().mT,
-    "inside-a-larger-tensor": lambda t: torch.nn.functional.pad(t, (3, 2, 5, 1))[:, :, 5:-1, 3:-2],
-}
+def inside_a_larger_tensor(tensor):
+    return torch.nn.functional.pad(tensor, (3, 2, 5, 1))[:, :, 5:-1, 3:-2]
 
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), inside_a_larger_tensor])
 def test_strides_do_not_matter(assert_right, layout, dtype, is_causal):
     problem = replace(BY_NAME["ragged"], is_causal=is_causal).make(dtype)
     tensors = {name: layout(getattr(problem, name)) for name in ("query", "key", "value")}
@@ -79,21 +74,14 @@ def test_strides_do_not_matter(assert_right, layout, dtype, is_causal):
 @pytest.mark.parametrize("sizes", [(0, 9, 9), (2, 0, 0), (2, 0, 9), (2, 9, 0), (0, 0, 0)], ids=str)
 def test_empty_tensors_give_empty_or_zero_answers(sizes, num_tasks, is_causal):
     batch, seqlen_q, seqlen_kv = sizes
-    query, key = torch.randn(batch, 2, seqlen_q, 4), torch.randn(batch, 1, seqlen_kv, 4)
+    query = torch.randn(batch, 2, seqlen_q, 4, requires_grad=True)
+    key = torch.randn(batch, 1, seqlen_kv, 4, requires_grad=True)
     output, lse = cqs.attention(
         query, key, key, is_causal=is_causal, num_tasks=num_tasks, return_lse=True, verify=True
     )
     assert output.shape == query.shape and lse.shape == query.shape[:3]
     assert (output == 0).all() and (lse == -torch.inf).all()
-
-
-@KINDS
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_with_a_scale_of_zero_all_keys_weigh_alike(assert_right, backend, is_causal):
-    problem = replace(BY_NAME["ragged"].make(), scale=0, is_causal=is_causal)
-    same = replace(problem, query=torch.zeros_like(problem.query), scale=1.0)
-    for num_tasks in (1, 7, 8):
-        assert_right(same, attend(problem, num_tasks=num_tasks, backend=backend))
+    assert not any(each.any() for each in torch.autograd.grad(output.sum(), (query, key)))
 
 
 def test_the_default_scale_is_one_over_the_root_of_head_dim():
@@ -110,31 +98,6 @@ def test_zeros_of_autograd_that_have_no_memory_are_zeros():
         torch.testing.assert_close(output, value.mean(2, keepdim=True).expand_as(output))
         torch.testing.assert_close(lse, torch.full_like(lse, 30).log())
         assert not cqs.attention(query, key, zeros, num_tasks=num_tasks).any()
-
-
-@pytest.mark.parametrize("num_tasks", [1, 7, 8])
-@pytest.mark.parametrize("seqlen", [4, 15, 20, 40, 100])
-@KINDS
-def test_nan_in_a_row_of_few_keys_stays_there(is_causal, seqlen, num_tasks):
-    problem = Case("short", seqlen, seqlen, is_causal=is_causal).make()
-    expected = attend(problem, num_tasks=num_tasks)
-    query = problem.query.clone()
-    query[0, 1, seqlen // 2, 3] = torch.nan
-    output, lse = attend(replace(problem, query=query), num_tasks=num_tasks)
-    assert output[0, 1, seqlen // 2].isnan().all() and lse[0, 1, seqlen // 2].isnan()
-    others = torch.ones(output.shape[:3], dtype=torch.bool)
-    others[0, 1, seqlen // 2] = False
-    assert torch.equal(output[others], expected[0][others])
-    assert torch.equal(lse[others], expected[1][others])
-
-
-def test_a_group_of_keys_that_scores_minus_infinity_weighs_nothing():
-    query = torch.ones(1, 1, 20, 8, dtype=torch.float64)
-    key = torch.randn_like(query)
-    key[:, :, :5] = -torch.inf
-    value = torch.randn_like(query)
-    one, split = (cqs.attention(query, key, value, num_tasks=w) for w in (1, 4))
-    torch.testing.assert_close(split, one)
 
 
 BUDGET = {"memory_budget": "1MiB"}

@@ -52,28 +52,3 @@ def test_programs_that_wait_for_each_other_compute_the_same():
             found.append(cqs.attention(*tensors))
     torch.cuda.synchronize()
     assert all(torch.equal(output, expected) for output in found)
-
-
-def test_strided_storage_gives_the_same_answer():
-    storage = torch.randn(2, 500, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
-    query, key, value = storage.permute(2, 0, 3, 1, 4)
-    expected = cqs.attention(*(t.contiguous() for t in (query, key, value)), num_tasks=7)
-    torch.testing.assert_close(cqs.attention(query, key, value, num_tasks=7), expected)
-
-
-@pytest.mark.ray
-def test_a_cluster_runs_on_the_gpu():
-    problem = Case("gpu-cluster", 8192, 8192, 8, 8, 64, is_causal=True).make(torch.bfloat16, "cuda")
-    tensors = problem.query, problem.key, problem.value
-    with cqs.Cluster() as cluster:
-        future = cluster.submit(*tensors, is_causal=True, num_tasks=7, verify=True)
-        output, report = future.result(), future.report
-    assert output.device == problem.query.device
-    assert {task.device for task in report.tasks} == {"cuda"}
-    assert_tracks_exact(output, eager_output(problem), exact_answer(problem).output)
-    plan = problem.make_plan(7)
-    for task in report.tasks:
-        assert task.backend == "triton"
-        cost = plan.predict_cost(task.index, problem.shape, task.backend)
-        assert (task.bytes_in, task.bytes_out) == (cost.bytes_in, cost.bytes_out)
-        assert abs(task.peak_bytes - cost.peak_bytes) <= 0.05 * cost.peak_bytes + 2**20

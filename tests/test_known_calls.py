@@ -88,14 +88,6 @@ def test_deterministic_algorithms_are_another_signature(monkeypatch):
     assert torch.equal(cqs.attention(*tensors), wanted) and cached().misses == misses + 1
 
 
-def test_gradients_are_recorded():
-    query, key, value = draw()
-    cqs.attention(query, key, value)
-    assert cqs.attention(query.requires_grad_(), key, value).requires_grad
-    with torch.no_grad():
-        assert not cqs.attention(query, key, value).requires_grad
-
-
 def test_equal_options_of_other_types_are_checked():
     tensors = draw()
     cqs.attention(*tensors, is_causal=True)

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from calls import are_equal, cluster_of, tensors_of
-from support.exact import attend
+from calls import are_equal, cluster_of
+from support.exact import attend, tensors_of
 
 import cqs
 from benchmarks.cases import CASES, Case

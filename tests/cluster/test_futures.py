@@ -1,12 +1,10 @@
-"""Futures of calls on a cluster: waiting for several, and what they print as."""
+"""Futures of calls on a cluster: waiting for one and for several."""
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import as_completed, wait
 
 import pytest
 import torch
-
-import cqs
 
 pytestmark = pytest.mark.ray
 
@@ -32,65 +30,38 @@ def held():
         gate.set()
 
 
-def test_futures_are_yielded_once_each_as_they_finish(cluster, tensors, held):
+def test_futures_are_yielded_as_they_finish(cluster, tensors, held):
     first, open_first = held(cluster, tensors)
     second, open_second = held(cluster, tensors)
+    cancelled = cluster.submit(*tensors)
     failing = cluster.submit(*tensors, num_tasks=1, backend="cudnn")
-    futures = [failing, second, first, second]
-    with pytest.raises(TimeoutError, match="3 .of 3. futures unfinished"):
-        next(cqs.as_completed(futures, timeout=0.01))
-    finished = cqs.as_completed(iter(futures), timeout=60)
+    futures = [failing, second, cancelled, first]
+    with pytest.raises(TimeoutError):
+        second.result(timeout=0.01)
+    assert cancelled.cancel() and not wait(futures, timeout=0.01).done
+    finished = as_completed(futures, timeout=60)
     open_first.set()
-    assert next(finished) is first and not second.done()
+    assert next(finished) is first and not second.done() and not first.cancel()
     open_second.set()
     assert next(finished) is second and second.result().shape == tensors[0].shape
-    assert next(finished) is failing
+    assert "1 tasks on 1 workers" in repr(second.report) and "0 failures" in repr(second.report)
+    assert list(finished) == [cancelled, failing] and cancelled.cancelled()
+    assert isinstance(failing.exception(), NotImplementedError)
     with pytest.raises(NotImplementedError, match="cudnn"):
-        failing.result()
-    assert next(finished, None) is None
-    assert set(cqs.as_completed(futures, timeout=0)) == {first, second, failing}
-    assert list(cqs.as_completed([])) == []
+        failing.report  # noqa: B018
 
 
-def test_as_completed_rejects_what_it_cannot_wait_for(cluster, tensors):
-    with pytest.raises(TypeError, match=r"futures must be .*got 3"):
-        cqs.as_completed([3])
-    later = []
-
-    def wait_for_later(*_):
-        cqs.as_completed(later)
-
+def test_a_progress_function_does_not_wait_for_a_later_call(cluster, tensors):
+    submitted, later = threading.Event(), []
+    future = cluster.submit(
+        *tensors, num_tasks=1, progress=lambda *_: submitted.wait(60) and later[0].report
+    )
+    later.append(cluster.submit(*tensors))
+    submitted.set()
     with pytest.raises(RuntimeError, match="progress function"):
-        gate = threading.Event()
-        future = cluster.submit(
-            *tensors, num_tasks=1, progress=lambda *_: gate.wait(60) and wait_for_later()
-        )
-        later.append(cluster.submit(*tensors))
-        gate.set()
         future.result()
+    assert later[0].result().shape == tensors[0].shape
 
 
-def test_reprs_say_how_far_a_call_is(cluster, tensors, held):
-    running, gate = held(cluster, tensors)
-    cancelled = cluster.submit(*tensors)
-    failing = cluster.submit(*tensors, backend="cudnn")
-    assert "pending" in repr(failing)
-    cancelled.cancel()
-    with pytest.raises(CancelledError):
-        cancelled.result()
-    assert "cancelled" in repr(cancelled)
-    while not running._future.running():
-        pass
-    assert "running" in repr(running)
-    gate.set()
-    report = repr(running.report)
-    assert "1 tasks on 1 workers" in report and "0 failures" in report
-    assert "[1, 2, 60, 8]" in repr(running)
-    with pytest.raises(NotImplementedError):
-        failing.result()
-    assert "NotImplementedError" in repr(failing)
+def test_a_cluster_prints_its_workers(cluster):
     assert f"4 workers, {len(cluster.pids)} running on cpu, 1 nodes" in repr(cluster)
-    html = running.report._repr_html_()
-    assert html.count("<tr>") == 2 and "&lt;RunReport" in html
-    html = cluster._repr_html_()
-    assert all(f"<td>{pid}</td>" in html for pid in cluster.pids)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from calls import assert_kills_change_no_bit, both_passes, tensors_of
-from support.exact import exact_answer
+from calls import assert_kills_change_no_bit, both_passes
+from support.exact import exact_answer, tensors_of
 
 import cqs
 from benchmarks.cases import Case
@@ -26,7 +26,7 @@ def gpu_cluster():
 
 
 def leaves(problem, device, layout="contiguous"):
-    tensors = [t.detach().to(device) for t in (problem.query, problem.key, problem.value)]
+    tensors = [t.detach().to(device) for t in tensors_of(problem)]
     if layout == "transposed":  # memory in the order of [batch, seqlen, heads, dim]
         tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
     return [t.requires_grad_() for t in tensors]
@@ -68,6 +68,7 @@ def test_tensors_of_the_gpu_do_not_pass_through_the_store(gpu_cluster, monkeypat
     first = gpu_cluster.submit(*tensors, is_causal=True, num_tasks=7)
     output = first.result()
     assert first.report.unload_seconds < 0.01
+    assert {task.device for task in first.report.tasks} == {"cuda"}
     monkeypatch.setattr(gpu_cluster._pool, "obstacle", "as if it failed")
     assert torch.equal(gpu_cluster.attention(*tensors, is_causal=True, num_tasks=7), output)
     assert used == [True, False]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 
 import pytest
@@ -461,31 +460,16 @@ def test_no_cluster_at_an_address_is_named(tmp_path):
     assert run_python(script, tmp_path).count("refused") == 5
 
 
-def refuse(server):
-    with server.accept()[0] as connection:
-        connection.sendall(b"HTTP/1.1 400 Bad Request")
-
-
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-@pytest.mark.parametrize("case", ["no server", "no answer", "no gRPC", "interrupt", "local"])
+@pytest.mark.parametrize("case", ["no server", "local"])
 def test_an_address_of_the_environment_without_a_cluster_is_named(monkeypatch, case, scheme):
-    """``RAY_ADDRESS`` of a cluster that was stopped or killed, or of another server."""
-    monkeypatch.setattr("cqs.executors.ray.session._CONNECT_SECONDS", 3.0)
+    """``RAY_ADDRESS`` of a cluster that was stopped or killed."""
     monkeypatch.setattr("cqs.executors.ray.session.is_connected", lambda: False)  # by other tests
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("", 0)))
-        port = server.getsockname()[1]
-        monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}" if case != "local" else case)
-        if case == "no server":
-            server.close()
-        if case == "no gRPC":
-            threading.Thread(target=refuse, args=[server], daemon=True).start()
-        if case == "interrupt":
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        kind = KeyboardInterrupt if case == "interrupt" else ValueError
-        message = None if case == "interrupt" else "^address must be .*, got 'auto'"
-        with pytest.raises(kind, match=message):
-            cqs.Cluster(num_workers=1, address="auto")
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}" if case == "no server" else case
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}{address}")
+    with pytest.raises(ValueError, match="^address must be .*, got 'auto'"):
+        cqs.Cluster(num_workers=1, address="auto")
 
 
 @pytest.fixture

@@ -155,15 +155,12 @@ def tensors_of(*shapes, **options):
 USUAL = (4, 8, 16)
 DISAGREEMENTS = {
     "has scale 2.0": {"scale": 2.0},
-    "has seed 3": {"seed": 3},
     "has max_bytes 1000000, rank 0 has None": {"max_bytes": 10**6},
     "has links Links.bandwidth=1000000000.0": {"links": (1e9, 1e-5)},
     "has plan Quorums.interest_set=.0, 1, 2..": {"plan": Quorums([0, 1, 2])},
-    "has num_kv_heads 2": tensors_of(USUAL, (2, 8, 16), (2, 8, 16)),
     "has head_dim 0": tensors_of((4, 8, 0), (4, 8, 0), USUAL),
     "has value_dim 8": tensors_of(USUAL, USUAL, (4, 8, 8)),
     "has dtype torch.float64": tensors_of(USUAL, USUAL, USUAL, dtype=torch.float64),
-    "has requires_grad True": tensors_of(USUAL, USUAL, USUAL, requires_grad=True),
     "failed: ValueError.*key": tensors_of(USUAL, USUAL, (4, 9, 16)),
     "failed: TypeError.*query": {"tensors": [None] * 3},
     "failed: ValueError.*max_bytes": {"max_bytes": -5},

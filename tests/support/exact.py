@@ -36,6 +36,11 @@ def attend(
     return output, lse
 
 
+def tensors_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value of a problem."""
+    return problem.query, problem.key, problem.value
+
+
 def exact_answer(problem: Problem, dtype: torch.dtype = torch.float64) -> Partial:
     """Compute output and LSE in ``dtype`` from the definition, with all scores in memory."""
     group_size = problem.query.shape[1] // problem.key.shape[1]

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.exact import assert_tracks_exact, eager_output, exact_answer
+from support.exact import assert_tracks_exact, eager_output, exact_answer, tensors_of
+from support.layouts import LAYOUTS
 
 from benchmarks.cases import Case
 from cqs.worker import flash
@@ -15,14 +16,9 @@ from cqs.worker.flash import FLASH
 from cqs.worker.operands import Operands
 from cqs.worker.reference import REFERENCE
 from tests.worker import hopper
-from tests.worker.test_backends import STORAGES
 
 SQUARE = Case("square", 517, 517, 4, 4, 64)
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
-
-def tensors_of(problem):
-    return problem.query, problem.key, problem.value
 
 
 def make(case, dtype=torch.bfloat16, **changes):
@@ -171,7 +167,7 @@ def test_strides_of_the_tensors_do_not_matter_to_gradients():
     grad_output, answer = torch.randn_like(problem.query), attend(problem)
     expected = differentiate(problem, grad_output, answer)
     not_aligned = {"not aligned": lambda t: torch.nn.functional.pad(t, (1, 2))[..., 1:-2]}
-    for name, store in (STORAGES | not_aligned).items():
+    for name, store in (LAYOUTS | not_aligned).items():
         query, key, value = map(store, tensors_of(problem))
         other = replace(problem, query=query, key=key, value=value)
         stored = store(answer.output), store(answer.lse[..., None])[..., 0]

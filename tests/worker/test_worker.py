@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.exact import tensors_of
 
 from benchmarks.cases import Case
 from benchmarks.memory import measure_task
@@ -12,9 +13,7 @@ from cqs.patterns import causal, dilated, fixed, from_mask, longformer, sliding_
 from cqs.problem.dropout import Dropout
 from cqs.report.passes import hold
 from cqs.scheduler import predict_cost
-from cqs.tiler import Tiler
 from cqs.worker import BACKENDS, HeldTokens, Worker
-from cqs.worker.memory import measure_peak_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +38,6 @@ def make_for(backend, case, dtype=torch.float32, device="cpu"):
     if reason := BACKENDS[backend].why_not(*tensors_of(problem)):
         pytest.skip(reason)
     return problem
-
-
-def tensors_of(problem):
-    return problem.query, problem.key, problem.value
 
 
 def hold_only_needed(problem, task):
@@ -78,22 +73,6 @@ def test_results_are_the_same_wherever_they_are_written(case, backend, device):
         assert all(part[:, 0].isnan().all() and part[:, -1].isnan().all() for part in wide)
 
 
-@pytest.mark.sample(9)
-@EVERY_DEVICE
-@pytest.mark.parametrize("num_tasks", [2, 8])
-@CASES
-def test_a_launch_per_task_is_all_of_attention(assert_right, case, num_tasks, device):
-    """Partials of the Triton kernel, merged by a kernel too, as on a GPU."""
-    problem = make_for("triton", case, device=device)
-    worker, plan = Worker.of(problem, "triton"), problem.make_plan(num_tasks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cqs.partial._adds_at_once", lambda total: True)
-        tiler = Tiler(plan, *problem.empty_answer())
-        for task in reversed(plan.tasks):
-            tiler.add(task.index, worker.run_steps(task.steps, *hold_only_needed(problem, task)))
-        assert_right(problem, tiler.finish())
-
-
 @pytest.mark.parametrize(("num_tasks", "is_one_call"), [(1, True), (3, False)])
 def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_call):
     problem = Case("square", 96, 96, 4, 2, 16).make(torch.bfloat16)
@@ -112,21 +91,6 @@ def test_gradients_of_one_call_are_what_the_backend_returns(num_tasks, is_one_ca
     assert all(map(torch.equal, sums, (t.float() for t in rounded)))
     rounding = sum((t.bfloat16().float() != t).sum() for t in sums)
     assert (rounding == 0) == is_one_call
-
-
-@pytest.mark.parametrize("num_tasks", [1, 7, 8])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_predicted_peak_bounds_what_is_held_except_the_scratch_of_the_kernel(is_causal, num_tasks):
-    problem = Case("peak", 4000, 4000, 8, 8, head_dim=64, is_causal=is_causal).make()
-    task = problem.make_plan(num_tasks).tasks[-1]
-    held = hold_only_needed(problem, task)
-    _, measured = measure_peak_bytes(
-        lambda: Worker.of(problem, "cpu").run_steps(task.steps, *held), torch.device("cpu")
-    )
-    cost = predict_cost(task, problem.shape)
-    predicted = cost.peak_bytes - cost.bytes_in
-    scratch = torch.get_num_threads() * 2**20
-    assert measured - scratch <= predicted <= 1.5 * measured
 
 
 PATTERNS = {

@@ -13,7 +13,7 @@ if sys.platform != "linux":
     raise ImportError(f"cqs.Cluster requires Linux, got {sys.platform}")
 
 from cqs.executors.ray.cluster import Cluster
-from cqs.executors.ray.future import AttentionFuture, as_completed
+from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import TaskFailedError, WorkersFailedError
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.report import RunReport, TaskReport, WorkerFailure

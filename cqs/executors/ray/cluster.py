@@ -23,8 +23,7 @@ from cqs.executors.ray.shards.group import WorkerGroup
 from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
-from cqs.executors.ray.tasks.report import as_html
-from cqs.partial import Partial
+from cqs.partial import AttentionOutput, Partial
 from cqs.problem import Problem, check_problem, draw_seed
 from cqs.problem.options import AttentionOptions, problem_options
 from cqs.problem.scores import Scores, check_is_scores, find_reads
@@ -137,10 +136,6 @@ class Cluster:
         state = "closed" if self._pool.closing.is_set() else started
         nodes = len({info.node for info in infos})
         return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
-
-    def _repr_html_(self) -> str:
-        rows = [(info.node[:8], info.pid, info.device) for info in self._pool.infos]
-        return as_html(repr(self), ("node", "pid", "device"), rows)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -352,17 +347,19 @@ class Cluster:
         problem = replace(problem, **{name: getattr(problem, name).clone() for name in names})
         if (scores := options.get("scores")) is not None:
             _check_scores_need_no_gradient(scores)
+        return_lse = as_bool("return_lse", options.get("return_lse", False))
         cancelled, executor = threading.Event(), self.make_executor(is_in_dispatcher=True)
         compute = self._bind(executor, problem, plan, progress, options, cancelled)
         event = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
 
-        def compute_when_ready() -> Partial:
+        def compute_when_ready() -> Tensor | AttentionOutput:
             if event is not None:
                 event.synchronize()
-            return compute()
+            return compute().to_result(return_lse)
 
-        future = self._dispatcher.submit(compute_when_ready)
-        return AttentionFuture(future, executor, cancelled, options.get("return_lse", False))
+        future = AttentionFuture(executor, cancelled)
+        self._dispatcher.submit(compute_when_ready, future)
+        return future
 
     def make_executor(self, *, is_in_dispatcher: bool = False) -> TaskExecutor:
         """Return an executor of one call; see :class:`cqs.executors.contract.Executor`."""

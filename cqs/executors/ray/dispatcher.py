@@ -64,8 +64,13 @@ class Dispatcher:
             )
         self.pool.check_connected()
 
-    def submit(self, work: Callable[[], _Result]) -> "Future[_Result]":
-        """Execute ``work`` in the dispatcher thread, without gradients; do not wait for it."""
+    def submit(self, work: Callable[[], _Result], future: "Future[_Result]") -> None:
+        """Execute ``work`` in the dispatcher thread, without gradients; do not wait for it.
+
+        Args:
+            work: The work.
+            future: Receives the result or the exception of the work; it is pending.
+        """
         self.check_open()
         in_inference_mode, closing = torch.is_inference_mode_enabled(), self.pool.closing
 
@@ -76,7 +81,7 @@ class Dispatcher:
                 return work()
 
         try:
-            return self._thread.submit(execute)
+            self._thread.submit(_fulfil, future, execute)
         except RuntimeError:  # another thread has closed the cluster
             self.check_open()
             raise
@@ -94,17 +99,24 @@ class Dispatcher:
             Exception: The work raised.
         """
         check_may_wait()
-        return wait_or_cancel(self.submit(work), cancelled)
+        future: Future[_Result] = Future()
+        self.submit(work, future)
+        try:
+            return future.result()
+        except BaseException:
+            cancelled.set()
+            future.cancel()
+            raise
 
 
-def wait_or_cancel(future: "Future[_Result]", cancelled: threading.Event) -> _Result:
-    """Wait for a result; if an exception interrupts the wait, set ``cancelled``."""
-    try:
-        return future.result()
-    except BaseException:
-        cancelled.set()
-        future.cancel()
-        raise
+def _fulfil(future: "Future[_Result]", work: Callable[[], _Result]) -> None:
+    """Execute work unless its future was cancelled, and store the result or the exception."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+            del future  # the traceback refers to this frame, and the future to the exception
 
 
 def check_may_wait() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -14,11 +13,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 _CONNECT_SECONDS = 10.0
-"""Seconds to wait for a TCP connection to the address of a cluster, and then for its answer."""
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""First bytes of a gRPC client, with empty settings; the server answers with its settings."""
+"""Seconds to wait for a TCP connection to the address of a cluster."""
 _SESSION = "session_2026-01-31_12-34-56_123456"
 """Example of Ray's name of a session directory, without the process id; it gives the length."""
 _PREFIX, _RAY_FOLDER = "cqs-ray-", "ray"
@@ -69,7 +67,7 @@ def is_connected() -> bool:
     return "ray" in sys.modules and bool(import_ray().is_initialized())
 
 
-def find_connection() -> object | None:
+def find_connection() -> Any:
     """Return an object that identifies this process's connection to Ray; None without one.
 
     A connection made after ``ray.shutdown()`` has another object.
@@ -78,10 +76,8 @@ def find_connection() -> object | None:
         return None
     client = sys.modules.get("ray.util.client")
     if client is not None and client.ray.is_connected():
-        worker: object = client.ray.get_context().client_worker
-        return worker
-    node: object = import_ray()._private.worker._global_node
-    return node
+        return client.ray.get_context().client_worker
+    return import_ray()._private.worker._global_node
 
 
 def find_node() -> str | None:
@@ -115,45 +111,31 @@ def interrupts_deferred() -> Iterator[None]:
             handlers[number](number, frame)
 
 
-def find_address(address: str) -> str:
-    """Return the address of a cluster as Ray connects to it, if a gRPC server answers there.
+def find_address(given: str) -> str:
+    """Return the address of a cluster as Ray connects to it, if a server listens there.
 
-    Ray itself would wait for a minute or forever, without reacting to signals.
+    Ray itself would wait for a minute or forever, without reacting to signals, or end the process.
 
     Args:
-        address: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``.
+        given: ``"auto"``, ``"host:port"`` or ``"ray://host:port"``, as the user gave it.
 
     Raises:
-        ValueError: The address is malformed, or no cluster answers there.
+        ValueError: The address is malformed, or no server listens there.
         NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
     """
     services = import_ray()._private.services
-    given = address
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or address
+    address = (os.environ.get("RAY_ADDRESS") if given == "auto" else None) or given
+    if address.startswith("ray://") and find_spec("grpc") is None:
+        raise NotImplementedError(f"address {given!r} requires grpcio: pip install 'ray[client]'")
     try:
-        if address == "auto":
-            address = services.canonicalize_bootstrap_address(address)
-        match = re.fullmatch(r"(ray://)?(\[.+\]|[^:/]+):(\d+)", address)
-        if not match or not 0 < int(match[3]) < 2**16:  # the resolver reduces ports modulo 2^16
-            raise ValueError(f"address must be 'auto', HOST:PORT or ray://HOST:PORT, got {given!r}")
-        if not match[1]:
-            address = services.canonicalize_bootstrap_address(address)
-        elif find_spec("grpc") is None:
-            raise NotImplementedError(
-                f"address {given!r} requires grpcio: pip install 'ray[client]'"
-            )
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        place = host.strip("[]"), int(port)
-        with socket.create_connection(place, timeout=_CONNECT_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") == "0":
-                connection.sendall(_HTTP2_PREFACE)
-                if connection.recv(9)[3:4] != b"\4":
-                    raise OSError("the server there does not speak gRPC")
-    except OSError as error:
+        if not address.startswith("ray://"):
+            address = services.canonicalize_bootstrap_address(address) or address
+        place = urlsplit(f"ray://{address.removeprefix('ray://')}")
+        socket.create_connection((place.hostname, place.port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"address must be that of a running Ray cluster, got {given!r}"
-            f"{f' for {address}' * (given != address)}: {error}"
+            "address must be 'auto', HOST:PORT or ray://HOST:PORT of a running Ray cluster, got "
+            f"{given!r}{f' for {address}' * (given != address)}: {error}"
         ) from error
     return address
 

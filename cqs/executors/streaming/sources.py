@@ -3,11 +3,11 @@
 import json
 import math
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cqs.executors.streaming import extents
-from cqs.executors.streaming.extents import Extent
 from cqs.files import check_input_file
 
 Shape = tuple[int, ...]
 """Batch elements, heads, tokens and columns."""
 
+_MAPPING = re.compile(rb"^(\w+)-(\w+) \S+ (\w+) (\S+ \d+)", re.MULTILINE)
+"""Start, stop, offset, and device and inode in a line of ``/proc/self/maps``."""
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -268,8 +268,8 @@ def as_target(
 
     Raises:
         TypeError: ``out`` has another type.
-        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, lies between
-            the first and the last byte of a source in memory, or is in the file of a source.
+        ValueError: ``out`` is read-only, has another shape or dtype, overlaps itself, has memory
+            between the first and the last byte of a source, or is in the file of a source.
     """
     target = as_source("out", out)
     if not isinstance(target, Tensor | InFile):
@@ -278,33 +278,49 @@ def as_target(
         raise ValueError(
             f"out must be {list(shape)} {dtype}, got {list(target.shape)} {target.dtype}"
         )
-    if isinstance(target, InFile):
-        is_writable, repeats = target.is_writable, False
-    else:
-        mapped = extents.mappings(*extents.span_of(target))
-        is_writable = all(mapping.is_writable for mapping in mapped)
-        repeats = extents.repeats(target)
-    if not is_writable or isinstance(out, np.ndarray) and not out.flags.writeable:
+    is_read_only = isinstance(target, InFile) and not target.is_writable
+    if is_read_only or isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only tensor")
-    if repeats:
+    if isinstance(target, Tensor) and _repeats(target):
         raise ValueError(
             "out must have one memory location per element, got a tensor that overlaps itself"
         )
-    written = _extents(target, is_written=True)
-    read = chain.from_iterable(_extents(source, is_written=False) for source in sources)
-    for (space, start, stop), (other, first, last) in product(written, read):
-        if space == other and start < last and first < stop:
-            raise ValueError(
-                "out must share neither memory nor a file with query, key and value, or scores"
-            )
+    if any(_overlap(target, source) for source in sources):
+        raise ValueError(
+            "out must share neither memory nor a file with query, key and value, or scores"
+        )
     return target
 
 
-def _extents(tensor: Tensor | Source, *, is_written: bool) -> list[Extent]:
-    """Return the bytes of memory and files of a tensor; those of a function are unknown."""
-    if isinstance(tensor, Tensor):
-        return extents.extents_in_memory(tensor, is_written=is_written)
-    return extents.extents_of_file(tensor._descriptor) if isinstance(tensor, InFile) else []
+def _overlap(target: Tensor | InFile, source: Tensor | Source) -> bool:
+    """Return whether two tensors in files are in the same, or the spans of two in memory meet."""
+    if isinstance(target, InFile):
+        return isinstance(source, InFile) and source.identity == target.identity
+    if not isinstance(source, Tensor):
+        return False
+    (start, stop), (first, last) = _span_of(target), _span_of(source)
+    return start < last and first < stop
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a CPU tensor, and that after its last byte."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((length - 1) * stride for length, stride in strides)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may share memory.
+
+    False if every stride is at least the span of all dimensions with smaller strides.
+    """
+    span = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride < span and length > 1 and tensor.numel():
+            return True
+        span += stride * (length - 1)
+    return False
 
 
 def open_tensor(source: str | Path, name: str = "tensor") -> InFile:
@@ -368,12 +384,19 @@ def _file_of(mapped: np.memmap, dtype: torch.dtype) -> InFile | None:
         or not Path(mapped.filename).is_file()
     ):
         return None
-    address, is_writable = mapped.ctypes.data, bool(mapped.flags.writeable)
-    mappings = extents.mappings(address, address + bool(mapped.size))
-    offset = address + mappings[0].shift if mappings else 0
-    file = InFile(Path(mapped.filename), mapped.shape, dtype, offset, is_writable)
-    names = {name for name, *_ in extents.extents_of_file(file._descriptor)}
-    return file if all(mapping.file in names for mapping in mappings) else None
+    path, (file, offset) = Path(mapped.filename), _mapping_of(mapped)
+    if file != _mapping_of(np.memmap(path, np.uint8, "r"))[0]:
+        return None
+    return InFile(path, mapped.shape, dtype, offset, bool(mapped.flags.writeable))
+
+
+def _mapping_of(mapped: np.memmap) -> tuple[bytes, int]:
+    """Return device and inode of a mapped file, and the position of a map's first byte in it."""
+    address = mapped.ctypes.data
+    for first, last, offset, name in _MAPPING.findall(Path("/proc/self/maps").read_bytes()):
+        if (start := int(first, 16)) <= address < int(last, 16):
+            return name, int(offset, 16) + address - start
+    return b"", 0
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

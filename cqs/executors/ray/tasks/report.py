@@ -1,9 +1,8 @@
 """Time, memory and traffic of a run on a cluster, per task and in total."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple, Self
 
 _SUMMED = ("put_seconds", "get_seconds", "reruns")
@@ -119,15 +118,6 @@ class RunReport:
             f"{len(self.failures)} failures, {self.reruns} reruns>"
         )
 
-    def _repr_html_(self) -> str:
-        columns = "node", "pid", "device", "tasks", "computation, s", "peak, MiB"
-        rows = [
-            (node[:8], pid, tasks[0].device, len(tasks), sum(task.seconds for task in tasks))
-            + (max(task.peak_bytes for task in tasks) / 2**20,)
-            for (node, pid), tasks in self.by_process.items()
-        ]
-        return as_html(repr(self), columns, rows)
-
     @property
     def by_process(self) -> dict[tuple[str, int], tuple[TaskReport, ...]]:
         """Tasks by node and pid of their process, in order of their start."""
@@ -180,17 +170,6 @@ class RunReport:
         """Return the merges of the process that computed a task."""
         process = task.node, task.pid
         return [merge for merge in self.merges if (merge.node, merge.pid) == process]
-
-
-def as_html(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a title and a table for a notebook; floats have three digits."""
-
-    def line(cells: Sequence[object], tag: str) -> str:
-        texts = (f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f"<p>{escape(title)}</p><table>{line(columns, 'th')}{body}</table>"
 
 
 def _computation(tasks: Sequence[TaskReport]) -> float:
