@@ -80,12 +80,9 @@ class LocalExecutor:
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
         if problem.is_reproducible:
-            worker: Worker = UnitWorker.of(problem, backend)
-        else:
-            worker = Worker.of(problem, backend, steps)
+            return _add_tasks(UnitWorker.of(problem, backend), problem, plan, grad_output, *answer)
+        worker = Worker.of(problem, backend, steps)
         try:
-            if problem.is_reproducible:
-                return _add_tasks(worker, problem, plan, grad_output, *answer)
             if (call := single_call(problem, plan, work, worker.chosen)) is not None:
                 chosen, operands = call
                 lse = lse_for_gradients(answer.lse)

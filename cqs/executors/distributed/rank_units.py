@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, product
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.executors.distributed.layout import Lengths
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.blocks import swap_blocks
 from cqs.partial import Gradients, Partial, lse_dtype, merge_rows, sum_rows
@@ -52,6 +53,8 @@ class RankUnits:
 
     group: Any
     """The process group; ``None`` means the default group."""
+    rank: int
+    """This rank."""
     plan: Plan
     """The plan of the whole sequence."""
     shards: tuple[Sequence[range], Sequence[range]]
@@ -63,12 +66,8 @@ class RankUnits:
 
     @classmethod
     def of(
-        cls,
-        group: Any,
-        problem: Problem,
-        lengths: tuple[Sequence[int], Sequence[int]],
-        backend: str | None,
-    ) -> "RankUnits":
+        cls, group: Any, problem: Problem, lengths: Sequence[Lengths], backend: str | None
+    ) -> Self:
         """Divide the units of a problem.
 
         Args:
@@ -94,12 +93,8 @@ class RankUnits:
         worker.choose_backend(problem.query, problem.key, problem.value)  # raises on all ranks
         places = tuple(places_of(problem.query, problem.key))
         shards = cut_shards(lengths[0]), cut_shards(lengths[1])
-        return cls(group, plan, shards, deal_units(plan, places, len(lengths[0])), worker)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return dist.get_rank(self.group)
+        dealt = deal_units(plan, places, len(lengths[0]))
+        return cls(group, dist.get_rank(group), plan, shards, dealt, worker)
 
     def attend(self, problem: Problem) -> Partial:
         """Compute output and LSE of this rank's queries; every rank calls this."""

@@ -51,15 +51,12 @@ class UnitStream:
         if terms is not None and terms.alibi_slopes is not None:
             terms = replace(terms, alibi_slopes=terms.alibi_slopes.to(device))
         self._problem, self._plan, self._device = problem, plan, device
+        self._tensors: list[Tensor | Source] = [problem.query, problem.key, problem.value]
         self._worker = UnitWorker.of(replace(problem, terms=terms), backend)
         self._places = places_of(problem.query, problem.key)
         self._backend = backend
         size = shape.num_heads // shape.kv_heads
         self._shape = replace(shape, batch=1, num_heads=size, num_kv_heads=1)
-
-    @property
-    def _tensors(self) -> tuple[Tensor | Source, ...]:
-        return self._problem.query, self._problem.key, self._problem.value
 
     def check_budget(self, budget: int, *, with_gradients: bool) -> None:
         """Raise ValueError if a unit needs more memory, and name a number of tasks that fits.
@@ -71,11 +68,14 @@ class UnitStream:
         needed, given = self._unit_bytes(self._plan, with_gradients), self._plan.num_tasks
         if needed <= budget:
             return
+        numbers = (
+            number
+            for number in range(given + 1, _MOST_TASKS + 1)
+            if self._unit_bytes(self._problem.make_plan(number), with_gradients) <= budget
+        )
         advice = f"no number of tasks up to {_MOST_TASKS} fits it"
-        for number in range(given + 1, _MOST_TASKS + 1):
-            if self._unit_bytes(self._problem.make_plan(number), with_gradients) <= budget:
-                advice = f"pass num_tasks={number}, with which they fit it"
-                break
+        if fitting := next(numbers, None):
+            advice = f"pass num_tasks={fitting}, with which they fit it"
         raise ValueError(
             f"memory_budget must be at least {needed} bytes for units of {given} tasks, "
             f"got {budget}: {advice}"
