@@ -53,7 +53,7 @@ class Embedder:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add a column with the embeddings to a batch of documents."""
         embeddings = np.empty((len(batch["tokens"]), self.encoder.width), np.float32)
-        rows = {}
+        rows: dict[Any, int] = {}
         for row, tokens in enumerate(batch["tokens"]):
             query, key, value = self.encoder.project(torch.tensor(tokens))
             rows[self.cluster.submit(query, key, value)] = row

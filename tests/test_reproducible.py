@@ -16,7 +16,6 @@ import cqs.streaming
 from benchmarks.cases import Case
 from cqs.distributed import Strategy
 from cqs.executors.distributed import attention as distributed_attention
-from cqs.executors.distributed.transport.blocks import swap_blocks
 from cqs.scheduler.head_groups import possible_head_parallel
 
 NUM_PROBLEMS, BATCH = 300, 12
@@ -208,66 +207,14 @@ def test_the_fingerprint_changes_with_what_the_bits_depend_on():
         assert cqs.fingerprint(*tensors, **options)["digest"] != one["digest"]
 
 
-class WholeAttention(torch.autograd.Function):
-    """Attention of whole sequences that every rank has, computed on shards of them."""
-
-    @staticmethod
-    def forward(ctx, group, *tensors):
-        marks = [tensors[0].shape[2] * i // group.size() for i in range(group.size() + 1)]
-        ctx.gather = partial(gather, group, [range(*ends) for ends in pairwise(marks)])
-        own = slice(*marks[dist.get_rank(group) :][:2])
-        ctx.own, ctx.leaves = own, [tensor[:, :, own].requires_grad_() for tensor in tensors]
-        with torch.enable_grad():
-            options = {"group": group, "is_causal": True, "reproducible": True}
-            ctx.output = cqs.distributed.attention(*ctx.leaves, **options)
-        return ctx.gather(ctx.output.detach())
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        own_grad = grad_output[:, :, ctx.own]
-        return None, *map(ctx.gather, torch.autograd.grad(ctx.output, ctx.leaves, own_grad))
-
-
-def gather(group, shards, own):
-    whole = own.new_empty((*own.shape[:2], shards[-1].stop, own.shape[3]))
-    places = [[whole[:, :, rows.start : rows.stop]] for rows in shards]
-    swap_blocks(group, [[own]] * group.size(), places, own)
-    return whole
-
-
-def train_llama(group):
-    """Train for 20 steps; return the losses and weights."""
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-
-    from cqs.integrations.transformers import register
-
-    def attend(module, query, key, value, *_, **__):
-        return WholeAttention.apply(group, query, key, value).transpose(1, 2), None
-
-    register("whole", reproducible=True)
-    if group is not None:
-        AttentionInterface.register("whole", attend)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="whole"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    tokens, losses = torch.randint(64, (2, 70)), []
-    for _ in range(20):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [torch.stack(losses), *(weight.detach() for weight in model.parameters())]
-
-
 @pytest.mark.long
-def test_a_llama_trains_to_the_same_bits_on_any_number_of_ranks(ranks):
+def test_a_llama_trains_alike_on_any_number_of_ranks(ranks):
     pytest.importorskip("transformers")
+    from examples.reproducible_training import train
+
     torch.set_num_threads(1)
-    expected = train_llama(None)
+    expected = train(None)
     assert expected[0][-1] < expected[0][0] - 1
     for num_ranks in (1, 2, 3):
-        for actual in ranks.run(num_ranks, train_llama):
+        for actual in ranks.run(num_ranks, train):
             assert_equal(actual, expected, num_ranks)

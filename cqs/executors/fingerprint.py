@@ -54,6 +54,8 @@ def fingerprint(
     if unknown := options.keys() - ProblemOptions.__annotations__:
         raise TypeError(f"options must be those of cqs.attention, got {sorted(unknown)}")
     options["reproducible"] = True
+    if options.get("dropout_p") and options.get("seed") is None:
+        raise ValueError("seed must be given with dropout_p, got None: it changes the result")
     problem = check_problem(query, key, value, **options)
     parts = [part for _, part in problem.parts()]
     plans = [part.make_plan(part.num_tasks or 1, plan) for part in parts]

@@ -16,7 +16,7 @@ from cqs.tiler import Tiler
 from cqs.worker import HeldTokens, TaskBackend, Worker
 from cqs.worker.calls import attend_call, lse_for_gradients
 from cqs.worker.memory import memory_of
-from cqs.worker.units import UnitWorker, add_parts, tokens_of_task
+from cqs.worker.units import WORKERS, add_parts, tokens_of_task
 
 
 class LocalExecutor:
@@ -33,10 +33,7 @@ class LocalExecutor:
         problem, plan, backend = part
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        if problem.is_reproducible:
-            worker: Worker = UnitWorker.of(problem, backend)
-        else:
-            worker = Worker.of(problem, backend, steps)
+        worker = WORKERS[problem.is_reproducible].of(problem, backend, steps)
         if not problem.query.numel():
             return into or problem.empty_answer()
         try:
@@ -79,10 +76,10 @@ class LocalExecutor:
             return Gradients.zeros(problem.query, problem.key, problem.value)
         tensors = problem.query, problem.key, problem.value
         steps = (work := find_work(plan)).steps
-        if problem.is_reproducible:
-            return _add_tasks(UnitWorker.of(problem, backend), problem, plan, grad_output, *answer)
-        worker = Worker.of(problem, backend, steps)
+        worker = WORKERS[problem.is_reproducible].of(problem, backend, steps)
         try:
+            if problem.is_reproducible:
+                return _add_tasks(worker, problem, plan, grad_output, *answer)
             if (call := single_call(problem, plan, work, worker.chosen)) is not None:
                 chosen, operands = call
                 lse = lse_for_gradients(answer.lse)
@@ -98,8 +95,8 @@ class LocalExecutor:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""
         problem, steps = part.problem, find_work(part.plan).steps
         tensors = problem.query, problem.key, problem.value
-        kind = UnitWorker if problem.is_reproducible else Worker
-        return kind.of(problem, part.backend).choose_backend(*tensors, steps).name
+        worker = WORKERS[problem.is_reproducible].of(problem, part.backend)
+        return worker.choose_backend(*tensors, steps).name
 
 
 def _add_tasks(worker: Worker, problem: Problem, plan: Plan, *output_tensors: Tensor) -> Gradients:

@@ -99,9 +99,8 @@ def register(
             "cluster and num_tasks must be None with a process group, "
             f"got {cluster!r} and {num_tasks!r}"
         )
-    execute: Callable[..., Any] = attention if cluster is None else cluster.attention
-    if group is not None:
-        execute = partial(cqs.distributed.attention, group=group)
+    local: Any = attention if cluster is None else cluster.attention
+    execute = local if group is None else partial(cqs.distributed.attention, group=group)
     options = {"num_tasks": num_tasks, "backend": backend, "reproducible": reproducible or None}
     compute = partial(execute, **{name: o for name, o in options.items() if o is not None})
     implementation = _Implementation(compute, sdpa_mask, group)
@@ -121,7 +120,7 @@ def register(
 class _Implementation:
     """The attention function and the mask function that transformers calls for a name."""
 
-    compute: Callable[..., Any]
+    compute: "partial[Any]"
     """:func:`cqs.attention` or :func:`cqs.distributed.attention`, with options."""
     dense_mask: Callable[..., Any]
     """Makes transformers' own boolean mask, ``[batch, 1, seqlen_q, seqlen_kv]``."""
@@ -181,7 +180,7 @@ class _Implementation:
             compute = partial(self.compute, scale=scaling, dropout_p=dropout, scores=scores)
             known, indices = _known_mask(attention_mask, lengths), asked.get("indices")
             if known is not None and known.is_stacked:
-                if bias is None and indices is None:
+                if bias is indices is None and "reproducible" not in self.compute.keywords:
                     compute = partial(_compute_stacked, compute)
                 else:
                     pattern = graph_masks.unstacked(pattern)

@@ -266,7 +266,8 @@ def check_problem(
         is_causal, pattern = check_pattern(pattern, is_causal, *sizes)
     if not query.shape[3]:  # all scores are 0, as with a column of zeros, which kernels support
         query, key = pad(query, (0, 1)), pad(key, (0, 1))
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    is_broadcast = not query.shape[0] == key.shape[0] == value.shape[0]
+    if is_broadcast:
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     scale = query.shape[3] ** -0.5 if (given := options.get("scale")) is None else given
     factor = to_float(scale, "scale must be a number or None")
@@ -282,10 +283,16 @@ def check_problem(
     seed = None if seed is None else as_integer("seed", seed, 0)
     dropout = Dropout(probability, draw_seed() if seed is None else seed) if probability else None
     num_tasks = options.get("num_tasks")
-    if is_reproducible := options.get("reproducible", False):
-        is_reproducible = as_bool("reproducible", is_reproducible)
+    is_reproducible = options.get("reproducible", False)
+    if is_reproducible is not False and as_bool("reproducible", is_reproducible):
         given = REPRODUCIBLE_TASKS if num_tasks is None else num_tasks
         num_tasks = as_integer("num_tasks", given, 1)
+        needs_sum = is_broadcast and torch.is_grad_enabled()
+        if needs_sum and any(tensor.requires_grad for tensor in (query, key, value)):
+            raise NotImplementedError(
+                "a batch of 1 is not broadcast in reproducible calls with gradients, whose sum "
+                "depends on shards: pass query, key and value with equal batches"
+            )
     fields = is_causal, factor, dropout, pattern, sinks, terms, num_tasks, is_reproducible
     return Problem(query, key, value, *fields)
 

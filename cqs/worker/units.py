@@ -11,12 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial
+from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.scheduler.task import keys_of
 from cqs.worker.backend import Backend
@@ -69,6 +70,13 @@ def places_of(query: Tensor, key: Tensor) -> list[Place]:
 class UnitWorker(Worker):
     """Computes tasks in units."""
 
+    @classmethod
+    def of(
+        cls, problem: Problem, backend: str | None = None, steps: Sequence[Step] | None = None
+    ) -> Self:
+        """Return the worker of a problem, which chooses a backend for units, not for steps."""
+        return super().of(problem, backend)
+
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
     ) -> Backend:
@@ -77,7 +85,14 @@ class UnitWorker(Worker):
         Raises:
             NotImplementedError: No backend, or not the named one, supports the tensors and options
                 and has reproducible results.
+            ValueError: Products of float32 may have less precision.
         """
+        precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        if precision not in ("none", "ieee"):
+            raise ValueError(
+                f"reproducible calls require products of full precision, got {precision!r} in "
+                "torch.backends.mkldnn.matmul.fp32_precision"
+            )
         names: Sequence[str] = _BACKENDS[query.device.type]
         if self.backend is not None:
             if self.backend not in names:
@@ -131,6 +146,10 @@ class UnitWorker(Worker):
         query, key, value = (tokens.sample for tokens in held[:3])
         backend = self.choose_backend(query, key, value)
         return Worker(self.scale, None, self.dropout, self.pattern, backend, self.terms)
+
+
+WORKERS = {False: Worker, True: UnitWorker}
+"""Whether a problem is reproducible -> the class of its worker."""
 
 
 def tokens_of_task(task: Task, held: Sequence[HeldTokens]) -> list[HeldTokens]:
@@ -198,14 +217,12 @@ def run_in_threads(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread, and products of full precision, in the block."""
-    number, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    """Let PyTorch use one thread in the block."""
+    number = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(number)
 
 

@@ -426,6 +426,7 @@ def _check(
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
         "joint tokens": rows,
+        "reproducible": problem.is_reproducible,
         "num_tasks": problem.num_tasks,
         "environment": problem.is_reproducible and describe_environment(problem.query.device.type),
         "backend": backend,
@@ -433,9 +434,9 @@ def _check(
     }
     check_num_tasks(problem)
     if values["is_captured"] and (values["verify"] or problem.is_reproducible):
-        name = "verify" if values["verify"] else "reproducible"
         raise ValueError(
-            f"{name} must be False while a CUDA graph is captured, got True: leave it out"
+            f"{'verify' if values['verify'] else 'reproducible'} must be False while a CUDA graph "
+            "is captured, got True: leave it out"
         )
     if problem.is_reproducible and not strategy.plan is strategy.max_bytes is None:
         raise ValueError(

@@ -84,7 +84,7 @@ class RankUnits:
         if terms is not None and (terms.bias is not None or terms.leaves):
             raise NotImplementedError(
                 "reproducible ranks support neither scores.bias nor gradients of slopes and score "
-                "functions: call cqs.attention or Cluster.attention with them"
+                "functions: call cqs.attention, or Cluster.attention with tensors"
             )
         seqlens = sum(lengths[0]), sum(lengths[1])
         plan = problem.make_plan(problem.num_tasks or 1, seqlens=seqlens)

@@ -116,6 +116,7 @@ class JointParts:
             or options.get("pattern") is not None
             or bool(options.get("dropout_p", 0.0))
             or as_bool("verify", options.get("verify", False))  # errors name positions
+            or as_bool("reproducible", options.get("reproducible", False))
             or any(terms[name] is not None for name in terms if name not in _UNORDERED)
         )
         joined = tuple(

@@ -74,6 +74,7 @@ class StreamingExecutor:
         answer = into or part.problem.empty_answer()
         if part.problem.is_reproducible:
             self.unit_stream(part.problem).attend(answer, hooks.progress)
+            self._check_files()
             return answer
         problem, plan = part.problem, cast(StreamPlan, part.plan)
         call = self.device, problem, self.backend
@@ -84,8 +85,7 @@ class StreamingExecutor:
 
         def finished(block: HeldBlock) -> None:
             nonlocal position
-            if _fingerprints(self.inputs) != self.fingerprints:
-                raise OSError("an input file was changed while it was read: start again")
+            self._check_files()
             if self.checkpoint is not None:
                 self.checkpoint.add(plan, block, answer)
             position = block.end
@@ -98,6 +98,11 @@ class StreamingExecutor:
                 return answer
             except RuntimeError as error:
                 plan = self._with_less(plan, error)
+
+    def _check_files(self) -> None:
+        """Raise OSError if an input file has changed."""
+        if _fingerprints(self.inputs) != self.fingerprints:
+            raise OSError("an input file was changed while it was read: start again")
 
     def name_backend(self, part: Planned) -> str:
         """Return the name; see :meth:`cqs.executors.contract.Executor.name_backend`."""

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.executors.distributed.transport.exchange import lost
+
 BlocksOfRanks = Sequence[Sequence[Tensor]]
 """Tensors that are sent to each rank, or received from it."""
 
@@ -20,6 +22,9 @@ def swap_blocks(group: Any, sent: BlocksOfRanks, received: BlocksOfRanks, like: 
         sent: The blocks, of one dtype on all ranks.
         received: The places, in the order in which the blocks are sent.
         like: A tensor of this dtype, on the device of the blocks.
+
+    Raises:
+        LostError: Another rank has failed or does not answer.
     """
     blocks, places = list(chain(*sent)), list(chain(*received))
     nothing = like.new_empty(0)
@@ -30,6 +35,9 @@ def swap_blocks(group: Any, sent: BlocksOfRanks, received: BlocksOfRanks, like: 
     incoming = nothing.new_empty(sum(place.numel() for place in places))
     # In bytes, because gloo has no bfloat16.
     into, out = (flat.view(torch.uint8) for flat in (incoming, packed))
-    dist.all_to_all_single(into, out, into_bytes, out_bytes, group=group)
+    try:
+        dist.all_to_all_single(into, out, into_bytes, out_bytes, group=group)
+    except RuntimeError as error:
+        raise lost(error) from error
     for place, block in zip(places, incoming.split([p.numel() for p in places]), strict=True):
         place.copy_(block.view(place.shape))

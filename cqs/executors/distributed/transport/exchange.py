@@ -282,7 +282,7 @@ class MessageTransport(Transport):
         try:
             works = dist.batch_isend_irecv(messages)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
         def wait(timeout: timedelta | None) -> None:
             limit = [] if timeout is None else [timeout]
@@ -291,13 +291,13 @@ class MessageTransport(Transport):
                     work.wait(*limit)
                 except RuntimeError as error:  # a work may stand for all messages
                     is_one = len(works) == len(messages)
-                    raise _lost(error, messages[i].group_peer if is_one else None) from error
+                    raise lost(error, messages[i].group_peer if is_one else None) from error
             messages.clear()  # releases the packed rows, which the messages read until now
 
         return [wait]
 
 
-def _lost(error: RuntimeError, rank: int | None = None) -> LostError:
+def lost(error: RuntimeError, rank: int | None = None) -> LostError:
     """Return the error for one of torch.distributed, about a message of a rank if it is known."""
     reason = error if rank is None else f"rank {rank}: {error}"
     return LostError(

@@ -26,8 +26,7 @@ from cqs.executors.ray.tasks.outbox import Outbox
 from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 from cqs.executors.shortage import explain_shortage
 from cqs.problem import Problem
-from cqs.worker import Worker
-from cqs.worker.units import UnitWorker
+from cqs.worker.units import WORKERS
 
 _CALLS_IN_FLIGHT = 2
 """Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
@@ -112,8 +111,7 @@ class Run:
         """
         self._started, self._start = time.time(), time.perf_counter()
         self._pool, self._job, self._progress = pool, job, progress
-        kind = UnitWorker if job.problem.is_reproducible else Worker
-        self._worker: Worker = kind.of(job.problem, backend)
+        self._worker = WORKERS[job.problem.is_reproducible].of(job.problem, backend)
         if (terms := self._worker.terms) is not None:  # each task gets its own bias
             self._worker = replace(self._worker, terms=replace(terms, bias=None, sums=(), read=()))
         self._outbox = Outbox(pool, job, next(_NUMBERS))
