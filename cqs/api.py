@@ -156,7 +156,7 @@ def attention(
         check_backend_name(backend)
     return_lse, verify = as_bool("return_lse", return_lse), as_bool("verify", verify)
     has_defaults = attn_mask is seed is scores is num_tasks is plan is None
-    is_plain = has_defaults and not (dropout_p or verify or reproducible)
+    is_plain = has_defaults and reproducible is False and not (dropout_p or verify)
     if is_plain and type(dropout_p) is float:
         options = is_causal, scale, pattern, enable_gqa, backend
         compute = find_known(make_call, query, key, value, *options)

@@ -180,9 +180,24 @@ def test_what_is_not_reproducible_is_refused():
     stream = partial(cqs.streaming.attention, *tensors, device="cpu", reproducible=True)
     with pytest.raises(ValueError, match=r"units of 24 tasks, got 20000: pass num_tasks=\d+"):
         stream(memory_budget=20000)
-    bias = torch.zeros(300, 300, requires_grad=True)
+    batch = torch.zeros(2, 2, 300, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="batch of 1 is not broadcast"):
+        cqs.attention(batch, *tensors[1:], reproducible=True)
     with pytest.raises(NotImplementedError, match="gradients of scores"):
-        stream(scores=cqs.Scores(bias=bias))
+        stream(scores=cqs.Scores(bias=torch.zeros(300, 300, requires_grad=True)))
+
+
+def joint_tokens_are_equal(group):
+    tensors, rank = make_tensors(Case("joint", 40, 40), torch.float32)[0], dist.get_rank(group)
+    rows = [*range(10), *range(10 + 15 * rank, 25 + 15 * rank)]
+    joint = cqs.distributed.JointTokens(*(tensor[:, :, :10] for tensor in tensors))
+    shards = [tensor[:, :, rows[10:]] for tensor in tensors]
+    output = cqs.distributed.attention(*shards, group=group, joint=joint, reproducible=True)
+    return torch.equal(output, cqs.attention(*tensors, reproducible=True)[:, :, rows])
+
+
+def test_joint_tokens_have_the_bits_of_one_sequence(ranks):
+    assert all(ranks.run(2, joint_tokens_are_equal))
 
 
 def other_environment(group):

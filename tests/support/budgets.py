@@ -47,7 +47,7 @@ BUDGETS = {
     "cqs/report": Budget(834, 126, 7),
     "cqs/commands": Budget(961, 152, 6),
     "benchmarks": Budget(6748, 764, 0),
-    "tests": Budget(19_485, 520, 0),
+    "tests": Budget(19_496, 520, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
 MOST_WORDS = {"docs": 57_143, "docs/notes": 17_896}
