@@ -499,12 +499,12 @@ def test_an_interrupted_call_leaves_nothing_behind(pair, is_collective, monkeypa
         ones.map(lambda rows: (time.sleep(1), rows)[1], is_collective=is_collective)
     assert ones.map(lambda rows: rows + 1).to_local(dim=0).tolist() == [2, 2]
 
-    def interrupt_late(future, cancelled):
-        future.result()
+    def interrupt_late(future):
+        future.exception()  # waits
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cqs.executors.ray.dispatcher.wait_or_cancel", interrupt_late)
+        patch.setattr("cqs.executors.ray.dispatcher.Future.result", interrupt_late)
         ones.map(lambda rows: rows, is_collective=is_collective)
     gc.collect()
     assert shards_on(pair) == [1, 1]
