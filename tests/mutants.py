@@ -628,7 +628,7 @@ FAULTS = (
         "executors/distributed/rank_units.py",
         "first = common.start - tokens.start",
         "first = 0",
-        "test_reproducible.py::test_joint_tokens_have_the_bits_of_one_sequence",
+        "test_reproducible.py::test_ranks_compute_the_bits_of_one_process",
     ),
     Fault(
         "the gradient of sinks has the other sign",
