@@ -65,8 +65,7 @@ def results_of_shard(group, case, dtype, options, scores, cuts, degree, device="
     """Return the results of this rank's shard; the gradient of the sinks is a share."""
     rank, (tensors, weights) = dist.get_rank(group), make_tensors(case, dtype, device)
     queries, keys = (slice(*list(pairwise(marks))[rank]) for marks in cuts)
-    sides = queries, keys, keys
-    shards = [tensor[:, :, rows] for tensor, rows in zip(tensors, sides, strict=True)]
+    shards = [t[:, :, rows] for t, rows in zip(tensors, (queries, keys, keys), strict=True)]
     call = partial(cqs.distributed.attention, group=group, strategy=Strategy(head_parallel=degree))
     return results(call, shards, weights[:, :, queries], options, scores)
 
@@ -78,7 +77,6 @@ def joined(shards):
 
 
 def assert_equal(actual, expected, *problem):
-    assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other), problem
 
@@ -169,6 +167,8 @@ def test_reproducible_calls_are_exact(assert_right):
     tensors = problem.query, problem.key, problem.value
     options = {"is_causal": True, "reproducible": True, "return_lse": True}
     assert_right(problem, cqs.attention(*tensors, **options))
+    attend_with_dropout = partial(cqs.attention, *tensors, dropout_p=0.3, seed=1)
+    torch.testing.assert_close(attend_with_dropout(reproducible=True), attend_with_dropout())
 
 
 def test_what_is_not_reproducible_is_refused():

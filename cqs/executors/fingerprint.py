@@ -24,8 +24,8 @@ def fingerprint(
 ) -> dict[str, str]:
     """Return what the bits of a reproducible call depend on besides the values of its tensors.
 
-    Calls with ``reproducible=True`` whose inputs are equal have equal results if their fingerprints
-    are equal, whatever computes them.
+    Two calls with ``reproducible=True`` and equal tensors have equal results on one model of device
+    if their fingerprints are equal.
 
     Args:
         query: ``[batch, num_heads, seqlen_q, head_dim]``, on the type of device that computes.
@@ -36,9 +36,9 @@ def fingerprint(
         **options: The options of the call, see :class:`cqs.problem.options.ProblemOptions`.
 
     Returns:
-        Names and values: shapes, options, tasks and interest sets of the plans, backends, model
-        and capability of the device, versions of libraries, a digest of the code of cqs, and under
-        ``"digest"`` one of all of these.
+        Names and values: shapes, options, tasks and interest sets of the plans, backends, model of
+        the GPU or instruction set of the CPU, versions of libraries, a digest of the code of cqs,
+        and under ``"digest"`` one of all of these.
 
     Raises:
         TypeError: An argument has the wrong type.
