@@ -37,8 +37,8 @@ def fingerprint(
 
     Returns:
         Names and values: shapes, options, tasks and interest sets of the plans, backends, model of
-        the GPU or instruction set of the CPU, versions of libraries, a digest of the code of cqs,
-        and under ``"digest"`` one of all of these.
+        the GPU or instruction set of the CPU, versions of libraries, and a digest of the code of
+        cqs. That of all of these has the name ``"digest"``.
 
     Raises:
         TypeError: An argument has the wrong type.
