@@ -244,26 +244,22 @@ def peer_loops() -> str:
     return to_markdown(header, rows, num_labels=4)
 
 
-def video_lengths() -> str:
-    """Milliseconds of every method on four GPUs, for lengths and heads of video models."""
-    found: dict[tuple[int, int, str], dict[str, str]] = {}
-    for row in rows_of("peers-h100-x4-rectangles"):
-        tokens, heads = (int(row["details"][name]) for name in ("tokens", "heads"))
-        if heads not in (16, 32):  # those are not of video models
+def peer_shapes(name: str, *left_out: str) -> str:
+    """Milliseconds of every method, by pattern, tokens and heads, but some numbers of heads."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows_of(name):
+        pattern, tokens, heads, kv_heads, _ = row["case"].rsplit("-", 4)
+        if heads not in left_out:
             method = row["executor"].removesuffix(" padded")
-            passes = row["benchmark"].removeprefix("peers ")
-            found.setdefault((tokens, heads, passes), {})[method] = f"{row['median_ms']:.2f}"
+            key = pattern, tokens, f"{heads[1:]}:{kv_heads[2:]}", row["benchmark"][len("peers ") :]
+            found.setdefault(key, {})[method] = f"{row['median_ms']:.2f}"
     methods = "cqs", "ring", "all-gather", "ulysses"
-    header = ["tokens", "heads", "pass", "one", *(f"`{method}`" for method in methods)]
-    return to_markdown(
-        header,
-        [
-            [f"{tokens:,}", heads, passes, of_case["one"]]
-            + mark_best([of_case.get(method, "") for method in methods], min)
-            for (tokens, heads, passes), of_case in found.items()
-        ],
-        num_labels=3,
-    )
+    header = ["pattern", "tokens", "heads", "pass", "one", *(f"`{method}`" for method in methods)]
+    rows = [
+        [*key, of_case["one"], *mark_best([of_case.get(method, "") for method in methods], min)]
+        for key, of_case in found.items()
+    ]
+    return to_markdown(header, rows, num_labels=4)
 
 
 def efficiency_ranges() -> str:
@@ -913,10 +909,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-two-flash": partial(peer_times, "peers-h200-x2-best", "h16-kv16-d128-best"),
     "peers-four": partial(peer_times, "peers-h200-x4-rectangles", "h16-kv16-d128", 2),
     "peers-four-gqa": partial(peer_times, "peers-h200-x4-rectangles", "h32-kv8-d128", 2),
-    "peers-video": video_lengths,
+    "peers-video": partial(peer_shapes, "peers-h100-x4-rectangles", "h16", "h32"),
+    "peers-patterns": partial(peer_shapes, "patterns-h200-x2"),
     "peers-loops": peer_loops,
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
-    "peers-messages-gqa": partial(peers, "peers-h200-x2-messages", "h32-kv8-d128"),
     "networks": partial(networks, 8),
     "networks-gqa": partial(networks, 2),
     "covers": covers,

@@ -351,7 +351,7 @@ def lse_for_gradients(lse: Tensor) -> Tensor:
 
 def _with_options(operands: TaskOperands, call: Call) -> Operands:
     """Return all rows of the operands with the mask and the dropped pairs of one call."""
-    query, key, value, _, scale, dropout, bits, terms = operands
+    query, key, value, _, scale, dropout, bits, terms, _ = operands
     visible = call.visible(query.device)
     queries, keys = (slice(r.start, r.stop, r.step) for r in call.view[:2])
     if terms is not None:

@@ -10,6 +10,8 @@ from cqs.problem.score_terms import PairTerms
 from cqs.worker.work import Work
 
 _MAX_GRID = 65535
+_HEADS_OF_UNITS = 16
+"""Number of heads for which the kernels of units are chosen, whatever theirs is."""
 MIN_SCALE = torch.finfo(torch.float32).tiny
 """Smallest positive factor on the scores that fused kernels support."""
 
@@ -33,6 +35,14 @@ class TaskOperands(NamedTuple):
     """Random bits of the tensors' rows; required with ``dropout``."""
     terms: PairTerms | None = None
     """Score terms of the tensors' rows, or ``None``."""
+    is_unit: bool = False
+    """Whether the result of a head must not depend on the number of heads."""
+
+    def count_heads(self) -> tuple[int, int]:
+        """Return the numbers of heads and of KV heads for which kernels are chosen."""
+        if self.is_unit:
+            return _HEADS_OF_UNITS, _HEADS_OF_UNITS
+        return self.query.shape[:2].numel(), self.key.shape[:2].numel()
 
 
 class Operands(NamedTuple):

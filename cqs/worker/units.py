@@ -1,26 +1,26 @@
 """Computation in units, whose bits depend on no other unit: a task, a batch element and a KV head.
 
 Kernels may round differently with the number of heads in a call, with strides, with the alignment
-of memory and with the number of threads. Each step of a unit is therefore computed by itself, in
-one thread, from contiguous copies of its tokens.
+of memory and with the number of threads. On CPUs each step of a unit is therefore computed by
+itself, in one thread, from contiguous copies of its tokens. The kernels for GPUs compute every tile
+of every head by itself, so all heads take one launch; only their choice must not depend on heads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial
-from cqs.problem import Problem
 from cqs.scheduler import Step, Task
 from cqs.scheduler.task import keys_of
-from cqs.worker.backend import Backend
+from cqs.worker.backend import Backend, TaskBackend
 from cqs.worker.backends import choose_backend
 from cqs.worker.held_tokens import HeldTokens
 from cqs.worker.worker import Worker
@@ -41,6 +41,8 @@ class Place(NamedTuple):
     """KV head."""
     group_size: int
     """Query heads for each KV head."""
+    num_kv_heads: int = 1
+    """KV heads; more than one are those of several units."""
 
     @property
     def row(self) -> slice:
@@ -49,9 +51,9 @@ class Place(NamedTuple):
 
     @property
     def heads(self) -> tuple[slice, slice]:
-        """Query heads, and the KV head."""
-        first = self.kv_head * self.group_size
-        return slice(first, first + self.group_size), slice(self.kv_head, self.kv_head + 1)
+        """Query heads, and KV heads."""
+        first, stop, size = self.kv_head, self.kv_head + self.num_kv_heads, self.group_size
+        return slice(first * size, stop * size), slice(first, stop)
 
 
 def places_of(query: Tensor, key: Tensor) -> list[Place]:
@@ -70,12 +72,7 @@ def places_of(query: Tensor, key: Tensor) -> list[Place]:
 class UnitWorker(Worker):
     """Computes tasks in units."""
 
-    @classmethod
-    def of(
-        cls, problem: Problem, backend: str | None = None, steps: Sequence[Step] | None = None
-    ) -> Self:
-        """Return the worker of a problem, which chooses a backend for units, not for steps."""
-        return super().of(problem, backend)
+    is_unit: ClassVar[bool] = True
 
     def choose_backend(
         self, query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step] = ()
@@ -93,33 +90,31 @@ class UnitWorker(Worker):
                 f"reproducible calls require products of full precision, got {precision!r} in "
                 "torch.backends.mkldnn.matmul.fp32_precision"
             )
-        names: Sequence[str] = _BACKENDS[query.device.type]
-        if self.backend is not None:
-            if self.backend not in names:
-                raise NotImplementedError(
-                    f"backend {self.backend!r} has no reproducible results on this device: "
-                    f"backend=None chooses one of {', '.join(names)}"
-                )
-            names = [self.backend]
+        names = _BACKENDS[query.device.type]
+        if self.backend is not None and self.backend not in names:
+            raise NotImplementedError(
+                f"backend {self.backend!r} has no reproducible results on this device: "
+                f"backend=None chooses one of {', '.join(names)}"
+            )
         tensors = query[:1, : query.shape[1] // key.shape[1]], key[:1, :1], value[:1, :1]
-        options = self.dropout, self.pattern, self.terms
-        for name in names[:-1]:
-            with suppress(NotImplementedError):
-                return choose_backend(*tensors, name, *options)
-        return choose_backend(*tensors, names[-1], *options)
+        name = names[0] if len(names) == 1 else self.backend
+        return choose_backend(*tensors, name, self.dropout, self.pattern, self.terms, names)
 
     def run_steps(self, steps: Sequence[Step], *held: HeldTokens, **options: Any) -> list[Partial]:
         """Compute one partial output for each step; see :meth:`cqs.worker.Worker.run_steps`."""
         if not steps:
             return []
-        worker, places = self._single(held), places_of(held[0].sample, held[1].sample)
+        worker = replace(self, chosen=self.chosen or self._choose_for(steps, held))
+        if isinstance(worker.chosen, TaskBackend):
+            return Worker.run_steps(worker, steps, *held, **options)
 
         def attend(unit: tuple[Step, Place]) -> Partial:
             step, place = unit
             own = _copy_tokens(place, held, ([step.queries], keys_of([step])))
-            (part,) = at_place(worker, place).run_steps([step], *own, **options)
+            (part,) = Worker.run_steps(at_place(worker, place), [step], *own, **options)
             return part
 
+        places = places_of(held[0].sample, held[1].sample)
         parts = run_in_threads(attend, product(steps, places))
         firsts = range(0, len(parts), len(places))
         return [Partial(*_join(parts[i : i + len(places)], places)) for i in firsts]
@@ -131,21 +126,20 @@ class UnitWorker(Worker):
 
         The tokens held must be those of the task alone.
         """
-        worker, places = self._single(held), places_of(held[0].sample, held[1].sample)
+        worker = replace(self, chosen=self.chosen or self._choose_for(steps, held))
+        ranges = held[0].ranges, held[1].ranges
+        if isinstance(worker.chosen, TaskBackend):
+            own = _copy_tokens(None, held, ranges)
+            return Worker.run_backward(worker, steps, *own, dtype=dtype)
 
         def differentiate(place: Place) -> Gradients:
-            own = _copy_tokens(place, held, (held[0].ranges, held[1].ranges))
-            return at_place(worker, place).run_backward(steps, *own, dtype=dtype)
+            own = _copy_tokens(place, held, ranges)
+            return Worker.run_backward(at_place(worker, place), steps, *own, dtype=dtype)
 
+        places = places_of(held[0].sample, held[1].sample)
         adds_sums = self.terms is not None and bool(self.terms.sums)
         parts = run_in_threads(differentiate, places, in_order=adds_sums)
         return Gradients(*_join(parts, places))
-
-    def _single(self, held: Sequence[HeldTokens]) -> Worker:
-        """Return the worker of a unit's tensors, before its place is known."""
-        query, key, value = (tokens.sample for tokens in held[:3])
-        backend = self.choose_backend(query, key, value)
-        return Worker(self.scale, None, self.dropout, self.pattern, backend, self.terms)
 
 
 WORKERS = {False: Worker, True: UnitWorker}
@@ -202,12 +196,7 @@ def run_in_threads(
         items: The items.
         in_order: Whether one thread computes all of them.
     """
-    number = torch.get_num_threads()
-
-    def compute_one(item: _Item) -> _Result:
-        with torch.no_grad():  # a mode of the thread
-            return compute(item)
-
+    number, compute_one = torch.get_num_threads(), torch.no_grad()(compute)  # a mode of a thread
     with one_thread():
         if number == 1 or in_order:
             return list(map(compute_one, items))
@@ -227,29 +216,30 @@ def one_thread() -> Iterator[None]:
 
 
 def _copy_tokens(
-    place: Place, held: Sequence[HeldTokens], ranges: Sequence[Sequence[range]]
+    place: Place | None, held: Sequence[HeldTokens], ranges: Sequence[Sequence[range]]
 ) -> list[HeldTokens]:
     """Return contiguous copies of tokens of a place, in memory of the same alignment.
 
     Args:
-        place: The batch element and heads.
+        place: The batch element and heads; ``None`` means all.
         held: Query, key, value and other tensors of the queries.
         ranges: Queries and keys to copy.
     """
     copies = []
     for number, tokens in enumerate(held):
         has_keys = number in (1, 2)
-        parts = [part[place.row, place.heads[has_keys]] for part in tokens.split()]
+        parts = tokens.split()
+        if place is not None:
+            parts = [part[place.row, place.heads[has_keys]] for part in parts]
         rows = HeldTokens(None, tokens.ranges, parts).take(ranges[has_keys])
-        copy = rows.clone(memory_format=torch.contiguous_format)
-        copies.append(HeldTokens(copy, tuple(ranges[has_keys])))
+        if len(ranges[has_keys]) == 1 or not rows.is_contiguous():  # not copied yet
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        copies.append(HeldTokens(rows, tuple(ranges[has_keys])))
     return copies
 
 
 def _join(parts: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> list[Tensor]:
     """Return tensors of all batch elements and heads, given those of each place."""
-    batch, joined = places[-1].batch + 1, []
-    for tensors in zip(*parts, strict=True):
-        heads = torch.cat(tensors, dim=1)  # those of all batch elements, one after another
-        joined.append(torch.cat(heads.chunk(batch, dim=1)) if batch > 1 else heads)
-    return joined
+    batch = places[-1].batch + 1
+    joined = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+    return [heads.view(batch, -1, *heads.shape[2:]) for heads in joined]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Worker:
     hold the same tokens.
     """
 
+    is_unit: ClassVar[bool] = False
+    """Whether results must not depend on the number of heads, nor on which tokens are adjacent."""
     scale: float
     """Factor on the scores."""
     backend: str | None = None
@@ -61,7 +63,7 @@ class Worker:
             problem: The checked problem.
             backend: Name of a backend; ``None`` means the preferred one.
             steps: Steps of the problem's own tensors, for which a backend is chosen once; ``None``
-                chooses one for each call of a method.
+                chooses one for each call of a method, as units always do.
 
         Raises:
             ValueError: ``backend`` is not the name of a backend.
@@ -69,7 +71,7 @@ class Worker:
         """
         options = backend, problem.dropout, problem.bound_pattern
         chosen = None
-        if steps is not None:
+        if steps is not None and not cls.is_unit:
             tensors = problem.query, problem.key, problem.value
             chosen = choose_backend(*tensors, *options, problem.terms, _best_first(steps))
         return cls(problem.scale, *options, chosen, problem.terms)
@@ -247,14 +249,14 @@ class Worker:
         (query, key, value), dropout, bits = held[:3], self.dropout, None
         if dropout is not None:
             bits = dropout.random_bits(query.sample, query.ranges, key.ranges)
-        distance = terms = None
+        distance, terms = (0 if self.is_unit else None), None
         if self.terms is not None and self.terms.alibi_slopes is not None:
             distance = self.terms.distance
         work = make_work(tuple(steps), self.pattern, query.ranges, key.ranges, distance)
         tensors = query.joined(), key.joined(), value.joined()
         if self.terms is not None:
             terms = self.terms.pair_terms(query.sample.device, query.ranges, key.ranges)
-        return TaskOperands(*tensors, work, self.scale, dropout, bits, terms)
+        return TaskOperands(*tensors, work, self.scale, dropout, bits, terms, self.is_unit)
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""

@@ -243,32 +243,6 @@ _FIXED = (
 """Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
 
 
-def _values_of(query: Tensor, problem: Problem) -> dict[str, Any]:
-    """Return the values of a call's tensors that must be equal on all ranks.
-
-    Args:
-        query: The query that was passed, before a head_dim of 0 is padded with zeros.
-        problem: The checked problem.
-    """
-    shape, key, value = problem.query.shape, problem.key, problem.value
-    terms = problem.terms or ScoreTerms()
-    return {
-        "batch": shape[0],
-        "num_heads": shape[1],
-        "num_kv_heads": key.shape[1],
-        "head_dim": query.shape[3],
-        "value_dim": value.shape[3],
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "has_sinks": problem.sinks is not None,
-        "softcap": terms.softcap,
-        "score_terms": tuple(sorted(terms.names)),
-        "bias": None if terms.bias is None else (*terms.bias.shape[:2], terms.bias.shape[3]),
-        "requires_grad": problem.requires_grad,
-        "is_captured": is_captured(query.device),
-    }
-
-
 def _check_call(
     tensors: tuple[Tensor, Tensor, Tensor],
     group: "dist.ProcessGroup | DeviceMesh | None",
@@ -337,11 +311,10 @@ def _find_known(
     options: AttentionOptions,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return values and function of a call whose signature is known; see :class:`_CheckedCall`."""
-    dropout_p, is_known = options.get("dropout_p", 0.0), options.keys() <= _KNOWN
+    is_known = options.keys() <= _KNOWN and isinstance(tensors[0], Tensor)
+    dropout_p = options.get("dropout_p", 0.0)
     has_values = options.get("seed") is not None or options.get("scores") is not None
     if has_values or not is_known or type(dropout_p) is not float or dropout_p:
-        return None
-    if not isinstance(tensors[0], Tensor):
         return None
     # The fields apart: equal values of different types are different options.
     choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
@@ -416,10 +389,23 @@ def _check(
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}")
     differs_by_head = pattern is not None and pattern.heads[1] > 1
+    shape, terms = problem.query.shape, problem.terms or ScoreTerms()
     flags = ("is_causal", "return_lse", "verify")
     values: dict[str, Any] = {
         "call": "attention",
-        **_values_of(shards[0], problem),
+        "batch": shape[0],
+        "num_heads": shape[1],
+        "num_kv_heads": problem.key.shape[1],
+        "head_dim": shards[0].shape[3],  # before a head_dim of 0 is padded with zeros
+        "value_dim": problem.value.shape[3],
+        "dtype": shards[0].dtype,
+        "device": problem.query.device.type,
+        "has_sinks": problem.sinks is not None,
+        "softcap": terms.softcap,
+        "score_terms": tuple(sorted(terms.names)),
+        "bias": None if terms.bias is None else (*terms.bias.shape[:2], terms.bias.shape[3]),
+        "requires_grad": problem.requires_grad,
+        "is_captured": is_captured(problem.query.device),
         **{name: as_bool(name, options.get(name, False)) for name in flags},
         "pattern": pattern,
         "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text

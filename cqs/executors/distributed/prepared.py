@@ -237,8 +237,8 @@ class _Placement:
 
     def _attend_units(self, group: Any, number: int, part: Problem) -> Attended:
         """Compute a reproducible part of the problem with a single pattern."""
-        units = RankUnits.of(group, part, self.shards[:2], self.values["backend"])
-        observed = units.plan, part.num_bytes, lambda: units.worker.backend or "several"
+        units = RankUnits(group, part, self.shards[:2], self.values["backend"])
+        observed = units.plan, part.num_bytes, lambda: units.backend
 
         def forward(problem: Problem) -> Partial:
             with observe("forward", *observed):
@@ -248,8 +248,7 @@ class _Placement:
             with observe("backward", *observed), _backward_call(group, number):
                 return units.differentiate(problem, answer, grad_output)
 
-        attended = keep_operands(forward, backward, part)
-        return attended._replace(gather_rows=units.gather_rows)
+        return keep_operands(forward, backward, part)._replace(gather_rows=units.gather_rows)
 
     def lay_out_parts(self, problem: Problem) -> None:
         """Lay out all parts of the problem; an error gives a limit that is enough for all."""

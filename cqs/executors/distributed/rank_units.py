@@ -5,12 +5,12 @@ their parts are merged. Nothing is merged before the owner of the tokens has all
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, chain, product
+from itertools import chain, product
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,54 +24,56 @@ from cqs.problem import Problem
 from cqs.problem.scores import merge_sinks
 from cqs.ranges import overlap
 from cqs.scheduler import Plan, Task
-from cqs.worker import HeldTokens
+from cqs.worker import HeldTokens, TaskBackend
 from cqs.worker.units import Place, UnitWorker, at_place, places_of, run_in_threads, tokens_of_task
 
 Unit = tuple[Place, Task]
-Parts = defaultdict[Place, list[tuple[Tensor, slice]]]
-"""For each place, parts of this rank's tokens in the order of their merge, and their rows."""
 
 
 @lru_cache(maxsize=64)
-def deal_units(plan: Plan, places: tuple[Place, ...], num_ranks: int) -> list[list[Unit]]:
-    """Return the units of every rank: equal work, in which few ranks share a place.
+def deal_units(
+    plan: Plan, places: tuple[Place, ...], num_ranks: int, *, unites_heads: bool
+) -> list[list[Unit]]:
+    """Return the units of every rank: equal work, in which few ranks share a KV head.
 
-    In rank order they are sorted by place and task.
+    Args:
+        plan: The plan of the whole sequence.
+        places: Batch elements and KV heads.
+        num_ranks: Number of ranks.
+        unites_heads: Whether KV heads of which a rank has all units are computed together.
     """
-    units = [(place, task) for place, task in product(places, plan.tasks) if task.live_pairs]
-    dealt: list[list[Unit]] = [[] for _ in range(num_ranks)]
-    ends = accumulate(task.live_pairs for _, task in units)
-    for unit, end in zip(units, ends, strict=True):
-        middle = 2 * end - unit[1].live_pairs
-        dealt[middle * num_ranks // (2 * plan.live_pairs * len(places))].append(unit)
-    return dealt
+    tasks = [task for task in plan.tasks if task.live_pairs]
+    dealt = [defaultdict[Place, list[Task]](list) for _ in range(num_ranks)]
+    end = 0
+    for place, task in product(places, tasks):
+        middle, end = 2 * end + task.live_pairs, end + task.live_pairs
+        dealt[middle * num_ranks // (2 * plan.live_pairs * len(places))][place].append(task)
+    units = []
+    for own in dealt:
+        united: dict[Any, tuple[Place, list[Task]]] = {}
+        for place, own_tasks in own.items():
+            key = place.batch if unites_heads and len(own_tasks) == len(tasks) else place
+            first, _ = united.setdefault(key, (place, own_tasks))
+            united[key] = first._replace(num_kv_heads=place.kv_head + 1 - first.kv_head), own_tasks
+        units.append([(place, task) for place, own in united.values() for task in own])
+    return units
 
 
-@dataclass(frozen=True)
 class RankUnits:
-    """The units of all ranks of a group, and the exchanges around those of this rank."""
+    """The units of all ranks of a group, and the exchanges around those of this rank.
 
-    group: Any
-    """The process group; ``None`` means the default group."""
-    rank: int
-    """This rank."""
-    plan: Plan
-    """The plan of the whole sequence."""
-    shards: tuple[Sequence[range], Sequence[range]]
-    """Positions of the queries, and of the keys, of every rank."""
-    dealt: list[list[Unit]]
-    """The units of every rank."""
-    worker: UnitWorker
-    """Worker of all heads."""
+    Attributes:
+        plan: The plan of the whole sequence.
+        backend: Name of the backend of all units.
+    """
 
-    @classmethod
-    def of(
-        cls, group: Any, problem: Problem, lengths: Sequence[Lengths], backend: str | None
-    ) -> Self:
+    def __init__(
+        self, group: Any, problem: Problem, lengths: Sequence[Lengths], backend: str | None
+    ) -> None:
         """Divide the units of a problem.
 
         Args:
-            group: The process group.
+            group: The process group; ``None`` means the default group.
             problem: This rank's shards, with the mask of the whole sequence.
             lengths: Number of queries, and of keys, of every rank.
             backend: Name of a backend; ``None`` means the preferred one.
@@ -80,21 +82,24 @@ class RankUnits:
             NotImplementedError: No reproducible backend supports the problem, or it has a bias, or
                 slopes or a score function that require gradients.
         """
-        terms = problem.terms
-        if terms is not None and (terms.bias is not None or terms.leaves):
+        if problem.terms is not None and (problem.terms.bias is not None or problem.terms.leaves):
             raise NotImplementedError(
                 "reproducible ranks support neither scores.bias nor gradients of slopes and score "
                 "functions: call cqs.attention, or Cluster.attention with tensors"
             )
+        self._group, self._rank = group, dist.get_rank(group)
         seqlens = sum(lengths[0]), sum(lengths[1])
-        plan = problem.make_plan(problem.num_tasks or 1, seqlens=seqlens)
+        self.plan = problem.make_plan(problem.num_tasks or 1, seqlens=seqlens)
         pattern = None if problem.pattern is None else problem.pattern.bind(*seqlens)
         worker = replace(UnitWorker.of(replace(problem, pattern=None), backend), pattern=pattern)
-        worker.choose_backend(problem.query, problem.key, problem.value)  # raises on all ranks
+        chosen = worker.choose_backend(problem.query, problem.key, problem.value)
+        self.backend = chosen.name
+        self._worker, self._on_gpu = replace(worker, chosen=chosen), isinstance(chosen, TaskBackend)
+        self._shards = cut_shards(lengths[0]), cut_shards(lengths[1])
+        """Positions of the queries, and of the keys, of every rank."""
         places = tuple(places_of(problem.query, problem.key))
-        shards = cut_shards(lengths[0]), cut_shards(lengths[1])
-        dealt = deal_units(plan, places, len(lengths[0]))
-        return cls(group, dist.get_rank(group), plan, shards, dealt, worker)
+        self._dealt = deal_units(self.plan, places, len(lengths[0]), unites_heads=self._on_gpu)
+        """The units of every rank."""
 
     def attend(self, problem: Problem) -> Partial:
         """Compute output and LSE of this rank's queries; every rank calls this."""
@@ -104,12 +109,16 @@ class RankUnits:
             self._return([part[number] for part in parts], target, target.dtype, _step_queries)
             for number, target in enumerate(answer)
         )
-        for place in places_of(problem.query, problem.key):
-            own = [
-                (Partial(output, lse), rows)
-                for (output, rows), (lse, _) in zip(outputs[place], lses[place], strict=True)
-            ]
-            merge_rows(Partial(*(target[place.row, place.heads[0]] for target in answer)), own)
+        own = self._shards[0][self._rank]
+        for group in self.plan.token_groups:  # a GPU compiles a merge for each number of parts
+            if common := overlap(group, own):
+                first, stop = common.start - own.start, common.stop - own.start
+                parts_of_group = [
+                    (Partial(output, lse), slice(rows.start - first, rows.stop - first))
+                    for (output, rows), (lse, _) in zip(outputs, lses, strict=True)
+                    if first <= rows.start < stop
+                ]
+                merge_rows(Partial(*(part[:, :, first:stop] for part in answer)), parts_of_group)
         return answer if problem.sinks is None else merge_sinks(answer, problem.sinks)
 
     def differentiate(self, problem: Problem, answer: Partial, grad_output: Tensor) -> Gradients:
@@ -121,13 +130,11 @@ class RankUnits:
             held = attrgetter("held_keys" if number else "held_queries")
             blocks = [
                 block
-                for (_, task), part in zip(self.dealt[self.rank], parts, strict=True)
+                for (_, task), part in zip(self._dealt[self._rank], parts, strict=True)
                 for block in part[number].split(list(map(len, held(task))), dim=2)
             ]
             dtype = lse_dtype(gradient.dtype)
-            returned = self._return(blocks, gradient, dtype, held, has_keys=number > 0)
-            for place in places_of(problem.query, problem.key):
-                sum_rows(gradient[place.row, place.heads[number > 0]], returned[place])
+            sum_rows(gradient, self._return(blocks, gradient, dtype, held, has_keys=number > 0))
         return gradients
 
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -136,10 +143,10 @@ class RankUnits:
         Args:
             rows: ``[num_heads, batch, queries of this rank]``.
         """
-        lengths = [len(queries) * (not self.rank) for queries in self.shards[0]]
+        lengths = [len(queries) * (not self._rank) for queries in self._shards[0]]
         received = [rows.new_empty((*rows.shape[:2], length)) for length in lengths]
         sent = [[rows], *[[] for _ in lengths[1:]]]
-        swap_blocks(self.group, sent, [[block] for block in received], rows)
+        swap_blocks(self._group, sent, [[block] for block in received], rows)
         return torch.cat(received, dim=2)
 
     def _compute(self, run: Callable[..., Any], *tensors: Tensor) -> list[Any]:
@@ -157,32 +164,32 @@ class RankUnits:
         def compute(unit: Unit) -> Any:
             place, task = unit
             tokens = tokens_of_task(task, held[place])
-            return run(at_place(self.worker, place), task.steps, *tokens)
+            return run(at_place(self._worker, place), task.steps, *tokens)
 
-        return run_in_threads(compute, self.dealt[self.rank])
+        return run_in_threads(compute, self._dealt[self._rank], in_order=self._on_gpu)
 
     def _gather(self, tensor: Tensor, *, has_keys: bool) -> dict[Place, Tensor]:
         """Return all tokens of the heads of which this rank computes units."""
-        shards, (_, _, _, *dim) = self.shards[has_keys], tensor.shape
-        places = [list(dict.fromkeys(place for place, _ in units)) for units in self.dealt]
+        shards, (_, _, _, *dim) = self._shards[has_keys], tensor.shape
+        places = [list(dict.fromkeys(place for place, _ in units)) for units in self._dealt]
         sent = [[tensor[p.row, p.heads[has_keys]] for p in peer_places] for peer_places in places]
         whole = {
             place: tensor.new_empty((1, block.shape[1], shards[-1].stop, *dim))
-            for place, block in zip(places[self.rank], sent[self.rank], strict=True)
+            for place, block in zip(places[self._rank], sent[self._rank], strict=True)
         }
         received = [[t[:, :, rows.start : rows.stop] for t in whole.values()] for rows in shards]
-        swap_blocks(self.group, sent, received, tensor)
+        swap_blocks(self._group, sent, received, tensor)
         return whole
 
     def _return(
         self,
-        parts: Iterable[Tensor],
+        parts: Sequence[Tensor],
         target: Tensor,
         dtype: torch.dtype,
         tokens_of: Callable[[Task], Sequence[range]],
         *,
         has_keys: bool = False,
-    ) -> Parts:
+    ) -> list[tuple[Tensor, slice]]:
         """Send parts of this rank's units to the owners of their tokens.
 
         Args:
@@ -193,30 +200,34 @@ class RankUnits:
             has_keys: Whether they are keys.
 
         Returns:
-            The parts of this rank's tokens.
+            The parts of this rank's tokens, of all heads, in task order, and their rows.
         """
-        shards, returned = self.shards[has_keys], Parts(list)
+        shards, own = self._shards[has_keys], self._shards[has_keys][self._rank]
         spans = [
-            [(place, tokens) for place, task in units for tokens in tokens_of(task)]
-            for units in self.dealt
+            [
+                (place, (task.index, i), tokens)
+                for place, task in units
+                for i, tokens in enumerate(tokens_of(task))
+            ]
+            for units in self._dealt
         ]
         sent: list[list[Tensor]] = [[] for _ in shards]
-        for part, (_, tokens) in zip(parts, spans[self.rank], strict=True):
+        for part, (*_, tokens) in zip(parts, spans[self._rank], strict=True):
             for blocks, shard in zip(sent, shards, strict=True):
                 if common := overlap(tokens, shard):
                     first = common.start - tokens.start
                     blocks.append(part[:, :, first : first + len(common)])
         received: list[list[Tensor]] = [[] for _ in shards]
-        own = shards[self.rank]
+        returned: dict[tuple[int, int], tuple[Tensor, slice]] = {}
         for blocks, peer_spans in zip(received, spans, strict=True):
-            for place, tokens in peer_spans:
+            for place, number, tokens in peer_spans:
                 if common := overlap(tokens, own):
                     rows = slice(common.start - own.start, common.stop - own.start)
-                    place_rows = target[place.row, place.heads[has_keys], rows]
-                    blocks.append(torch.empty_like(place_rows, dtype=dtype))
-                    returned[place].append((blocks[-1], rows))
-        swap_blocks(self.group, sent, received, target.new_empty(0, dtype=dtype))
-        return returned
+                    if number not in returned:
+                        returned[number] = torch.empty_like(target[:, :, rows], dtype=dtype), rows
+                    blocks.append(returned[number][0][place.row, place.heads[has_keys]])
+        swap_blocks(self._group, sent, received, target.new_empty(0, dtype=dtype))
+        return [returned[number] for number in sorted(returned)]
 
 
 def _step_queries(task: Task) -> list[range]:

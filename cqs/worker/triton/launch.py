@@ -223,7 +223,7 @@ def _gradients_of_residues(
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
         arguments: The other arguments of ``gradients_of_rectangles``.
     """
-    query, key, _, work, _, dropout, _, terms = operands
+    query, key, _, work, _, dropout, _, terms, _ = operands
     if dropout is not None or terms is not None:
         return None
     residues = find_residues(work, query.shape[2], key.shape[2])
@@ -294,14 +294,15 @@ class _Lists(NamedTuple):
 
 def _choose_forward_lists(operands: TaskOperands, *, packed: bool) -> tuple[Tiles, list[_Lists]]:
     """Return the tiles of a forward pass, and its launches."""
-    query, _, value, work, _, _, _, terms = operands
+    query, _, value, work, _, _, _, terms, is_unit = operands
     tiles = choose_tiles(operands, is_backward=False)
-    num_rows = math.prod(query.shape[:3])
     if (
         tiles.on_hopper
+        and not is_unit
         and terms is None
         and max(query.shape[-1], value.shape[-1]) <= 64
-        and num_rows >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * num_processors(query.device)
+        and query.shape[:3].numel()
+        >= _MIN_ITEMS_OF_THREE * _ROWS_OF_THREE * num_processors(query.device)
         and _suits_three_consumers(work, tiles.block, packed)
     ):
         tiles = tiles._replace(rows=_ROWS_OF_THREE, options=tiles.options | {"CONSUMERS": 3})
@@ -400,7 +401,7 @@ def _launch(
         tiles_are_keys: Whether tiles are of keys and runs of queries.
         options: Further constants of the kernel.
     """
-    query, key, value, _, _, dropout, dropout_bits, terms = operands
+    query, key, value, _, _, dropout, dropout_bits, terms, _ = operands
     described = (query, key, value) if grad_output is None else (query, key, value, grad_output)
     softcap = terms.terms.softcap or None if terms else None
     slopes, bias = _term_tensors(operands)
@@ -425,10 +426,8 @@ def _launch(
         slope_alias = None if slopes is None else added.pop(0)
         bias_alias = None if bias is None else added.pop(0)
         sink_alias = None if sinks is None else added.pop(0)
-        num_tiles, num_heads = (
-            len(lists.tiles),
-            math.prod((key if tiles_are_keys else query).shape[:2]),
-        )
+        num_tiles = len(lists.tiles)
+        num_heads = (key if tiles_are_keys else query).shape[:2].numel()
         num_items = num_tiles * num_heads
         constants: dict[str, Any] = {
             "GROUP_SIZE": query.shape[1] // key.shape[1],
@@ -470,7 +469,7 @@ def _launch(
 
 def _term_tensors(operands: TaskOperands) -> tuple[Tensor | None, Tensor | None]:
     """Return slopes divided by ln 2, ``[batch, num_heads]``, and the bias of all pairs, or None."""
-    query, key, _, work, _, _, _, terms = operands
+    query, key, _, work, _, _, _, terms, _ = operands
     if terms is None:
         return None, None
     slopes, bias = terms.terms.alibi_slopes, terms.bias

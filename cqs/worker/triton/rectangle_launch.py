@@ -118,11 +118,10 @@ def takes_rectangle_kernel(operands: TaskOperands) -> bool:
     Args:
         operands: Tensors and options for which the kernels for Hopper GPUs are chosen.
     """
-    query, key, _, work, *_ = operands
-    rectangles = rectangles_of(work) if _supports(operands) else None
+    rectangles = rectangles_of(operands.work) if _supports(operands) else None
     if rectangles is None:
         return False
-    num_heads, num_kv_heads = (tensor.shape[:2].numel() for tensor in (query, key))
+    num_heads, num_kv_heads = operands.count_heads()
     least = _MIN_PAIRS if len(rectangles) == 1 else _MIN_PAIRS_OF_SEVERAL * len(rectangles)
     if num_kv_heads < _MIN_DENSE_HEADS and not any(rectangle.is_causal for rectangle in rectangles):
         least *= 3
@@ -145,11 +144,9 @@ def takes_visits(operands: TaskOperands) -> bool:
     counts = count_visits(work, query.shape[2], key.shape[2], _MOST_VISITS[-1])
     if counts is None:  # too many, or rows with a step
         return False
-    num_visits = query.shape[:2].numel() * counts.num_visits
-    return (
-        num_visits >= _MIN_VISITS[query.shape[-1]]
-        and counts.num_spanned <= _MOST_SPANNED * counts.num_visits
-    )
+    num_heads, _ = operands.count_heads()
+    has_many = num_heads * counts.num_visits >= _MIN_VISITS[query.shape[-1]]
+    return has_many and counts.num_spanned <= _MOST_SPANNED * counts.num_visits
 
 
 def _supports(operands: TaskOperands) -> bool:

@@ -89,6 +89,11 @@ class Band(NamedTuple):
     offset: int = 0
     """See ``RUN_OFFSET``."""
 
+    def order(self) -> tuple[int, ...]:
+        """Return numbers by which bands of rows are computed in the order of their positions."""
+        low, high = (bound - self.offset * (abs(bound) < FAR_32) for bound in (self.low, self.high))
+        return low, high, self.bits_start, self.residue, self.start
+
 
 class Span(NamedTuple):
     """Rows of one side that meet the same bands of columns."""
@@ -348,7 +353,7 @@ def _unite_bands(
 def _join_bands(bands: Iterable[Band]) -> tuple[Band, ...]:
     """Join adjacent bands of equal bounds, so that keys of several tasks form one run."""
     joined: list[Band] = []
-    for band in sorted(bands, key=lambda band: (*band[2:], band.start)):
+    for band in sorted(bands, key=Band.order):
         last = joined[-1] if joined else None
         if last and last.stop == band.start and last[2:] == band[2:] and band.bits_start == NO_BITS:
             joined[-1] = last._replace(stop=band.stop)

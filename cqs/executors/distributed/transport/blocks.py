@@ -28,9 +28,8 @@ def swap_blocks(group: Any, sent: BlocksOfRanks, received: BlocksOfRanks, like: 
     """
     blocks, places = list(chain(*sent)), list(chain(*received))
     nothing = like.new_empty(0)
-    into_bytes, out_bytes = (
-        [sum(block.nbytes for block in tensors) for tensors in side] for side in (received, sent)
-    )
+    into_bytes = [sum(block.nbytes for block in tensors) for tensors in received]
+    out_bytes = [sum(block.nbytes for block in tensors) for tensors in sent]
     packed = torch.cat([nothing, *(block.reshape(-1) for block in blocks)])
     incoming = nothing.new_empty(sum(place.numel() for place in places))
     # In bytes, because gloo has no bfloat16.
