@@ -20,6 +20,7 @@ from support.exact import assert_lse_tracks_exact, assert_tracks_exact, eager_ou
 import cqs
 from cqs.partial import lse_dtype
 from cqs.problem import Problem
+from cqs.worker import units
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of pytest-xdist ignore it
 
@@ -124,10 +125,8 @@ def assert_right(record_bits):
 @pytest.fixture
 def one_thread():
     """Kernels of the CPU take scratch for each thread, which no plan can know."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with units.one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")

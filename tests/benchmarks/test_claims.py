@@ -46,9 +46,8 @@ def test_gains_and_losses_of_cqs(rows, passes, baselines, num_faster, number, be
 
 
 def test_four_gpus_are_predicted_from_two():
-    fitted, measured = (
-        fitting.read_rows(RESULTS / f"peers-h200-{name}.jsonl") for name in ("x2", "x4")
-    )
+    files = (RESULTS / f"peers-h200-{name}.jsonl" for name in ("x2", "x4"))
+    fitted, measured = map(fitting.read_rows, files)
     machine = fitting.fit(fitted)
     assert machine.latency == pytest.approx(25e-6, abs=5e-7)
     long = [row for row in measured if row.case.tokens >= 2**16]
