@@ -1220,10 +1220,10 @@ FAULTS = (
         "report/test_measuring.py::test_a_row_says_what_the_plan_says_and_how_long_it_took",
     ),
     Fault(
-        "an actor merges its own parts first",
-        "executors/ray/actor.py",
-        "for task in call.tasks:\n            if task in others:",
-        "for task in sorted(call.tasks, key=others.__contains__):\n            if task in others:",
+        "parts are merged in the order of their arrival",
+        "executors/ray/tasks/run.py",
+        "[m.parts[i].place for i in m.tasks]",
+        "[part.place for part in m.parts.values()]",
         "cluster/test_cluster.py::test_results_are_bitwise_identical_for_any_number_of_actors",
     ),
     Fault(

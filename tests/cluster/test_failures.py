@@ -69,10 +69,10 @@ def test_killed_workers_do_not_change_a_bit(cluster, tensors, undisturbed):
     assert not set(victims) & set(cluster.pids)
 
 
-def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
+def test_a_worker_that_fails_before_a_merge_does_not_change_a_bit(
     cluster, tensors, undisturbed, monkeypatch
 ):
-    """The failure arrives together with the last part of a group."""
+    """The failure arrives together with the last part of a group, of which it has one."""
     runs, struck, collect, process = [], [], Calls.collect, Run._process
 
     def note(run, answer):
@@ -83,8 +83,8 @@ def test_an_owner_that_fails_before_its_merge_does_not_change_a_bit(
         yield from collect(calls)
         ready = list(runs[-1]._ready) if runs else []
         if ready and not struck:
-            struck.append(ready[0].owner)
-            yield calls.fail(ready[0].owner, RuntimeError("struck"))
+            struck.append(next(iter(ready[0].parts.values())).holder)
+            yield calls.fail(struck[0], RuntimeError("struck"))
 
     monkeypatch.setattr(Run, "_process", note)
     monkeypatch.setattr(Calls, "collect", strike)

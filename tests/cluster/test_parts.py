@@ -26,27 +26,29 @@ def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills
     """
 
     class Keeping(TaskActor):
-        def _export(self, tensors):
-            shared = super()._export(tensors)
-            (folder / shared[0].handle.decode().split()[1]).touch()
-            return shared
+        def _export(self, settings, parts):
+            places = super()._export(settings, parts)
+            if isinstance(places, list):  # of locations
+                (folder / places[0][1][0].handle.decode().split()[1]).touch()
+            return places
 
-        def _receive(self, parts):
+        def _merge_group(self, settings, call):
             from cqs.executors.ray.pool import MemoryNotSharedError
 
-            shared = [t for _, part in parts for t in part if hasattr(t, "handle")]
-            if shared and not is_readable:
+            parts = [part for part in call.parts if isinstance(part, list)]
+            holders = {int(tensors[0].handle.split(b"/")[2]) for ((_, tensors), *_) in parts}
+            others = sorted(holders - {os.getpid()})
+            if others and not is_readable:
                 raise MemoryNotSharedError("the part cannot be read")
-            if shared and kills and not (folder / "killed").exists():
+            if others and kills and not (folder / "killed").exists():
                 (folder / "killed").touch()
-                os.kill(int(shared[0].handle.split(b"/")[2]), signal.SIGKILL)
-            return super()._receive(parts)
+                os.kill(others[0], signal.SIGKILL)
+            return super()._merge_group(settings, call)
 
         def _load(self, *arguments):
             from cqs.executors.ray import actor
 
-            if is_short and self._exported.is_used:
-                self._exported.clear()
+            if is_short and self._exported.is_used and not self._is_short:
                 actor.memory_of = lambda device: 2**30
                 self._backend = "sdpa"
                 raise torch.OutOfMemoryError("as if out of memory")
@@ -94,7 +96,7 @@ def test_parts_that_nobody_can_read_pass_through_the_store(
 
 
 @pytest.mark.long
-def test_a_run_without_memory_for_parts_is_repeated_without_them(
+def test_a_worker_without_memory_for_more_parts_puts_them_into_the_store(
     ray_session, tmp_path, tensors, expected
 ):
     with with_parts(tmp_path, is_short=True) as cluster:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,23 +19,19 @@ from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks import job
 from cqs.executors.ray.tasks.inputs import Inputs, Sent
 from cqs.executors.ray.tasks.job import (
-    Group,
     MergeCall,
-    Returned,
     RunSettings,
     TaskCall,
     TaskResults,
 )
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
-from cqs.executors.ray.tasks.shared_memory import SharedMemory, SharedTensor
+from cqs.executors.ray.tasks.shared_memory import SharedMemory
 from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.environment import describe_environment
 from cqs.worker.memory import measure_peak_bytes, memory_of
 
 _Result = TypeVar("_Result")
-_SentParts = list[tuple[slice, tuple[Blob | SharedTensor, ...]]]
-"""Parts of a group that another actor reads."""
 
 
 class TaskActor(ShardActor):
@@ -51,16 +47,15 @@ class TaskActor(ShardActor):
         device = torch.device("cuda" if use_gpu and torch.cuda.is_available() else "cpu")
         super().__init__(device)
         torch.set_num_threads(num_threads)
-        self._node = str(import_ray().get_runtime_context().get_node_id())
+        self._ray = import_ray()
+        self._node = str(self._ray.get_runtime_context().get_node_id())
         self._inputs = self._make_inputs()
         self._number = -1
         """Number of the current run."""
         self._is_short = False
         """Whether the GPU has too little memory to keep more than a task requires in this run."""
-        self._kept: dict[tuple[Group, int], list[GroupPart]] = {}
-        """Parts of the current run by group and task, until the group is merged here."""
         self._exported = SharedMemory(device)
-        """Parts of the current run that other actors read."""
+        """Parts of the current run, which other actors read."""
         self._backend: str | None = None
         """Name of the backend of the current task."""
         measure_peak_bytes(lambda: torch.ones(1, device=device), device)  # warm up
@@ -75,7 +70,7 @@ class TaskActor(ShardActor):
     def run(
         self, settings: RunSettings, calls: Sequence[TaskCall], num_queries: int, *sent: Sent
     ) -> Any:
-        """Compute tasks; keep their results for groups that are merged here, return the others.
+        """Compute tasks, and let other actors read their results.
 
         Args:
             settings: The run. Inputs and parts of earlier runs are discarded.
@@ -84,8 +79,8 @@ class TaskActor(ShardActor):
             sent: Tensors of the queries, then of the keys, with all tokens that the tasks hold.
 
         Returns:
-            The measurements of each task, with the gradients of its score terms; if groups are
-            returned, a list of these and of the parts by group, for each actor that merges some.
+            For each task its measurements, the gradients of its score terms, and its parts by group
+            as in :class:`MergeCall`.
 
         Raises:
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
@@ -97,35 +92,27 @@ class TaskActor(ShardActor):
         sides = sent[:num_queries], sent[num_queries:]
         begun = time.time()
         self._with_room(partial(self._load, settings, calls, sides))
-        reports, returned = [], []
+        answers = []
         for call in calls:
             try:
                 report, results, sums = self._run_task(settings, call, sides, begun)
-                returned += [self._send(results, receiver) for receiver in call.returned]
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 raise torch.OutOfMemoryError(*arguments) from error
+            parts = {group: self._export(settings, results[group]) for group in call.groups}
             begun = time.time()
-            reports.append((report, tuple(map(Blob, sums))))
-            for group in call.kept:
-                parts = results[group]
-                self._kept[group, call.task.index] = _on_host(parts) if self._is_short else parts
+            answers.append((report, tuple(map(Blob, sums)), parts))
         self._synchronize()  # other actors may read the parts once this call is answered
-        return [reports, *returned] if returned else reports
+        return answers
 
     def merge(
-        self,
-        settings: RunSettings,
-        calls: Sequence[MergeCall],
-        *returned: dict[Group, _SentParts],
+        self, settings: RunSettings, calls: Sequence[MergeCall]
     ) -> tuple[MergeReport, list[tuple[Blob, ...]]]:
         """Merge the parts of all tasks of some groups.
 
         Args:
             settings: The run.
             calls: The groups.
-            returned: Parts by group that other actors have returned: one element for each task in
-                the field of that name, in the order of ``calls``.
 
         Returns:
             The measurements, and the merged tensors of each group: none where tensors of the driver
@@ -134,18 +121,13 @@ class TaskActor(ShardActor):
         Raises:
             MemoryNotSharedError: Memory of the driver, or of another actor that may have failed,
                 cannot be accessed. All groups can be merged again.
+            ray.exceptions.ObjectLostError: An actor whose parts are in the object store has failed.
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
-        merged, sent = [], iter(returned)
-        for call in calls:
-            others = {task: next(sent)[call.group] for task in call.returned}
-            merge = partial(self._merge_group, settings, call, others)
-            merged.append(self._with_room(merge))
+        merges = (partial(self._merge_group, settings, call) for call in calls)
+        merged = list(map(self._with_room, merges))
         self._synchronize()
-        for group, tasks in ((call.group, call.tasks) for call in calls):
-            for task in tasks:
-                self._kept.pop((group, task), None)
         middle = time.perf_counter()
         blobs = [tuple(map(Blob, tensors)) for tensors in merged]
         end = time.perf_counter()
@@ -166,7 +148,6 @@ class TaskActor(ShardActor):
         """Discard inputs and parts of earlier runs."""
         if self._number != number:
             self._number, self._is_short = number, False
-            self._kept.clear()
             self._inputs.clear()
             self._exported.clear()
 
@@ -204,7 +185,6 @@ class TaskActor(ShardActor):
         terms = job.terms_of_task(settings, call, self._device)
         worker = replace(worker, terms=terms)
         ranges = task.held_queries, task.held_keys
-        groups = [*call.kept, *chain.from_iterable(receiver.groups for receiver in call.returned)]
         self._backend = worker.backend
 
         def compute() -> tuple[TaskResults, float, float, int, int]:
@@ -227,7 +207,9 @@ class TaskActor(ShardActor):
             self._synchronize()
             started, start = time.time(), time.perf_counter()
             with torch.no_grad():  # tensors of a score function may require gradients
-                results = settings.task_pass.compute(worker, task, groups, query, key, value, *rest)
+                results = settings.task_pass.compute(
+                    worker, task, call.groups, query, key, value, *rest
+                )
             self._synchronize()
             return results, started, time.perf_counter() - start, num_bytes, beside
 
@@ -248,20 +230,12 @@ class TaskActor(ShardActor):
         )
         return report, results, job.sums_of_task(terms, call)
 
-    def _merge_group(
-        self,
-        settings: RunSettings,
-        call: MergeCall,
-        others: dict[int, _SentParts],
-    ) -> list[Tensor]:
+    def _merge_group(self, settings: RunSettings, call: MergeCall) -> list[Tensor]:
         """Merge a group, and return the tensors unless they are those of the driver."""
         ordered: list[GroupPart] = []
-        for task in call.tasks:
-            if task in others:
-                ordered += self._receive(others[task])
-            else:
-                kept = self._kept[call.group, task]
-                ordered += [(rows, tuple(t.to(self._device) for t in part)) for rows, part in kept]
+        for sent in call.parts:
+            parts = self._ray.get(sent) if isinstance(sent, self._ray.ObjectRef) else sent
+            ordered += [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
         tokens, specs = call.group.tokens, settings.results[call.group.is_of_keys]
         shared = [] if call.is_repeated else [spec.shared for spec in specs if spec.shared]
         places = [self._inputs.tensor(t)[:, :, tokens.start : tokens.stop] for t in shared]
@@ -278,7 +252,7 @@ class TaskActor(ShardActor):
         return [] if places else results
 
     def _with_room(self, compute: Callable[[], _Result]) -> _Result:
-        """Run ``compute``; if GPU memory is short, free inputs and parts, and run it again."""
+        """Run ``compute``; if GPU memory is short, free inputs, and run it again."""
         try:
             return compute()
         except torch.OutOfMemoryError:
@@ -288,33 +262,20 @@ class TaskActor(ShardActor):
         self._inputs.clear()
         if not self._exported.is_used:
             self._exported = SharedMemory(self._device)
-        self._kept = {key: _on_host(parts) for key, parts in self._kept.items()}
         torch.cuda.empty_cache()
         return compute()
 
-    def _send(self, results: TaskResults, returned: Returned) -> dict[Group, _SentParts]:
-        """Return parts by group for another actor: in shared memory if it reads them there."""
-        tensors = [t for group in returned.groups for _, part in results[group] for t in part]
-        shared: Sequence[SharedTensor] = ()
-        if returned.stays and not self._is_short:
+    def _export(self, settings: RunSettings, parts: Sequence[GroupPart]) -> Any:
+        """Return where other actors find parts: locations, or a reference in the object store."""
+        if settings.shares_parts and not self._is_short:
+            tensors = [tensor for _, part in parts for tensor in part]
             with suppress(OSError, RuntimeError):  # memory is short, or has no handle
-                shared = self._export(tensors)
-        sent: Iterator[Blob | SharedTensor] = iter(shared or map(Blob, tensors))
-        return {
-            group: [(rows, tuple(next(sent) for _ in part)) for rows, part in results[group]]
-            for group in returned.groups
-        }
-
-    def _export(self, tensors: Sequence[Tensor]) -> list[SharedTensor]:
-        """Copy tensors to memory that other processes open."""
-        places = self._exported.allocate(tensors)
-        for (place, _), tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor)
-        return [shared for _, shared in places]
-
-    def _receive(self, parts: _SentParts) -> list[GroupPart]:
-        """Return parts of another actor as tensors that kernels can read."""
-        return [(rows, tuple(map(self._inputs.bring, part))) for rows, part in parts]
+                places = self._exported.allocate(tensors)
+                for (place, _), tensor in zip(places, tensors, strict=True):
+                    place.copy_(tensor)
+                locations = iter([location for _, location in places])
+                return [(rows, tuple(next(locations) for _ in part)) for rows, part in parts]
+        return self._ray.put([(rows, tuple(map(Blob, part))) for rows, part in parts])
 
     def _make_inputs(self) -> Inputs:
         if not self._is_on_gpu:
@@ -327,7 +288,3 @@ class TaskActor(ShardActor):
     def _synchronize(self) -> None:
         if self._is_on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-def _on_host(parts: Sequence[GroupPart]) -> list[GroupPart]:
-    return [(rows, tuple(tensor.cpu() for tensor in part)) for rows, part in parts]

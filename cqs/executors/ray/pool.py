@@ -7,7 +7,6 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
@@ -178,10 +177,10 @@ class ActorPool:
                     failure = answer.failure or answer.error or failure
         return failure
 
-    def share_host(self, one: Actor, other: Actor) -> bool:
-        """Return whether one actor can read parts in the memory of another one, of host or GPU."""
-        places = {info and (info.node, info.device) for info in (one.info, other.info)}
-        return not self.obstacle and len(places) == 1 and None not in places
+    @property
+    def shares_memory(self) -> bool:
+        """Whether every actor can read the memory of the others, of the host or of GPUs."""
+        return not self.obstacle and len({info[1:3] for info in self.infos}) == 1
 
     @property
     def infos(self) -> list[ActorInfo]:
@@ -285,8 +284,6 @@ class Answer(NamedTuple):
     """Failure of the actor, which has been removed from the pool; TimeoutError if it hung."""
     info: ActorInfo | None = None
     """Process and device of the actor that failed; None if it had not started."""
-    references: list[Any] = []
-    """Ray references to further values that the method returned."""
     seconds: float = 0.0
     """Time to get the value."""
 
@@ -314,8 +311,6 @@ class Calls:
         self.queues: dict[Actor, dict[Any, Any]] = {}
         """For each actor, the keys of pending calls by their Ray references, in order."""
         self._actors: dict[Any, Actor] = {}
-        self._others: dict[Any, list[Any]] = {}
-        """References to further values of the same call."""
         self._last_sign: dict[Actor, float] = {}
 
     def __enter__(self) -> Self:
@@ -326,9 +321,7 @@ class Calls:
             for actor, queue in self.queues.items():
                 self._pool.abandon([ref for ref, key in queue.items() if key is not None], actor)
                 self._pool.abandon(ref for ref, key in queue.items() if key is None)
-            self._pool.abandon(chain(*self._others.values()))
         self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
-        self._others.clear()
         for queue in self.queues.values():
             queue.clear()
 
@@ -336,9 +329,7 @@ class Calls:
         """Return whether calls are pending."""
         return bool(self._actors)
 
-    def add(
-        self, actor: Actor, key: Any, method: str, *arguments: Any, num_returns: int = 1
-    ) -> None:
+    def add(self, actor: Actor, key: Any, method: str, *arguments: Any) -> None:
         """Call a method of an actor.
 
         Args:
@@ -347,15 +338,11 @@ class Calls:
             method: Name of the method.
             arguments: Arguments of the method; those that are Ray references are replaced by their
                 objects.
-            num_returns: Number of values that the method returns; the answer has the first one.
         """
         queue = self.queues.setdefault(actor, {})
         if not queue:
             self._last_sign[actor] = time.monotonic()
-        call = getattr(actor.handle, method).options(num_returns=num_returns)
-        refs = call.remote(*arguments)
-        ref, *others = refs if num_returns > 1 else [refs]
-        self._others[ref] = others
+        ref = getattr(actor.handle, method).remote(*arguments)
         queue[ref] = key
         self._actors[ref] = actor
 
@@ -416,9 +403,6 @@ class Calls:
             raised = error
         except errors.RayError as error:  # the actor, its host or the result is lost
             return self.fail(actor, error)
-        others = self._others.pop(ref)
-        if raised is not None:
-            self._pool.abandon(others)
         del self._actors[ref]
         self._last_sign[actor] = time.monotonic()
         key = self.queues[actor].pop(ref)
@@ -431,14 +415,13 @@ class Calls:
             actor.info = value
             self._pool.nodes.add(value.node)
         seconds = time.perf_counter() - start
-        return Answer(actor, [key], value, raised, references=others, seconds=seconds)
+        return Answer(actor, [key], value, raised, seconds=seconds)
 
     def fail(self, actor: Actor, failure: Exception) -> Answer:
         """Remove a failed or hung actor from the pool, and its calls."""
         queue = self.queues.pop(actor, {})
         for ref in queue:
             del self._actors[ref]
-            self._pool.abandon(self._others.pop(ref))
         info = actor.info
         self._pool.remove(actor)
         self._pool.abandon(queue, actor)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class RunSettings:
     """Numbers of queries and of keys."""
     keeps_inputs: bool
     """Whether a GPU keeps tokens for later tasks, as far as its memory permits."""
+    shares_parts: bool
+    """Whether all actors can read results of tasks in the memory of each other."""
 
 
 class TaskCall(NamedTuple):
@@ -81,21 +83,10 @@ class TaskCall(NamedTuple):
 
     task: Task
     """The task."""
-    kept: list[Group]
-    """Groups that the same actor merges."""
-    returned: "list[Returned]"
-    """Groups that other actors merge, one element for each of these actors."""
-    bias: "Bias | None" = None
-    """The blocks of the bias that the task reads, if there is one."""
-
-
-class Returned(NamedTuple):
-    """Groups whose parts an actor returns for the actor that merges them."""
-
     groups: list[Group]
     """The groups."""
-    stays: bool
-    """Whether the other actor reads the parts in the memory of the first."""
+    bias: "Bias | None" = None
+    """The blocks of the bias that the task reads, if there is one."""
 
 
 class Bias(NamedTuple):
@@ -114,10 +105,9 @@ class MergeCall(NamedTuple):
 
     group: Group
     """The group."""
-    tasks: list[int]
-    """All its tasks, in the order of their merge."""
-    returned: list[int]
-    """Tasks whose parts other actors have returned; the others are kept."""
+    parts: list[Any]
+    """The parts of all its tasks, in the order of their merge: for each task the rows and locations
+    of tensors, or a Ray reference to rows and blobs."""
     is_repeated: bool
     """Whether another actor has begun to merge them, and may still write to the result."""
 

@@ -101,8 +101,9 @@ class Outbox:
         }
         seqlens = self._job.problem.query.shape[2], self._job.problem.key.shape[2]
         keeps_inputs = self.is_on_gpu or self._job.plan.num_tasks > len(self._pool.actors)
+        shares_parts = self._pool.shares_memory
         settings = RunSettings(
-            self._number, self._job.task_pass, worker, results, seqlens, keeps_inputs
+            self._number, self._job.task_pass, worker, results, seqlens, keeps_inputs, shares_parts
         )
         is_small = worker.pattern is worker.terms is None
         return settings if is_small else self._put(settings)

@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from cqs.executors.ray.pool import (
     TaskFailedError,
     WorkersFailedError,
 )
-from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, Returned, TaskCall
+from cqs.executors.ray.tasks.job import GROUP_BYTES, Group, Job, MergeCall, TaskCall
 from cqs.executors.ray.tasks.outbox import Outbox
 from cqs.executors.ray.tasks.report import MergeReport, RunReport, TaskReport, WorkerFailure
 from cqs.executors.shortage import explain_shortage
@@ -41,22 +41,22 @@ _NUMBERS = itertools.count()
 class _Part(NamedTuple):
     """Results of a task for a group, which are tokens whose results are merged together."""
 
-    holder: Actor | None
-    """The actor in whose memory they are; None if they are in the object store."""
-    reference: Any = None
-    """Ray reference to them or to their location; None if the owner of the merge keeps them."""
+    holder: Actor
+    """The actor that has them."""
+    place: Any
+    """Where other actors find them, see :class:`MergeCall`."""
 
 
 @dataclass(eq=False)
 class _Merge:
-    """The merge of one group: its owner, and the parts that exist."""
+    """The merge of one group, and the parts that exist."""
 
     group: Group
     """The group."""
     tasks: list[int]
     """Tasks whose parts it needs, in the order of the merge."""
     owner: Actor | None = None
-    """The actor that merges; None if none has a part, or it has failed."""
+    """The actor that merges now, if one does."""
     parts: dict[int, _Part] = field(default_factory=dict)
     """The parts that exist, by task."""
     num_losses: int = 0
@@ -66,11 +66,6 @@ class _Merge:
     def is_ready(self) -> bool:
         """Whether all parts exist."""
         return len(self.parts) == len(self.tasks)
-
-    @property
-    def returned(self) -> dict[int, Any]:
-        """Ray references to the parts that the owner does not keep, by task."""
-        return {i: part.reference for i, part in self.parts.items() if part.reference is not None}
 
 
 @dataclass(eq=False)
@@ -86,10 +81,8 @@ class _MergeBatch:
 class Run:
     """One run of a job: assigns its tasks and merges to actors, and again if an actor fails.
 
-    A group is merged by the actor that will probably compute its last task: it then merges without
-    a message of the driver. That actor keeps its own parts. Those of other actors stay in their
-    memory if the owner can read them there, and otherwise in the object store, until the merge has
-    succeeded.
+    The results of a task stay with the actor that has computed them, in memory that other actors
+    read or in the object store. The actor with the fewest calls merges them.
     """
 
     def __init__(
@@ -120,8 +113,6 @@ class Run:
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
         order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
         self._todo = deque(order)
-        self._places = {index: place for place, index in enumerate(order)}
-        """Place of each task in the order in which tasks are assigned at first."""
         self._merges = {group: _Merge(group, tasks) for group, tasks in job.tasks_of.items()}
         """Merges that are not finished."""
         self._ready: dict[_Merge, None] = {}
@@ -244,27 +235,19 @@ class Run:
         if not started:
             return
 
-        self._assign_merges(started)
         while self._todo:
             actor = min(started, key=self._count_tasks)
             if self._count_tasks(actor) >= _CALLS_IN_FLIGHT:
                 break
-            self._assign_tasks(actor, started)
+            self._assign_tasks(actor)
         self._assign_merges(started)
 
     def _count_tasks(self, actor: Actor) -> int:
         """Return the number of pending calls of an actor with tasks."""
         return sum(isinstance(work, list) for work in self._calls.queues[actor].values())
 
-    def _assign_tasks(self, actor: Actor, started: list[Actor]) -> None:
-        """Let an actor compute the next tasks: several in one call if they are short.
-
-        The actor keeps the parts that it merges, and returns the others.
-
-        Args:
-            actor: The actor.
-            started: All actors that may merge groups.
-        """
+    def _assign_tasks(self, actor: Actor) -> None:
+        """Let an actor compute the next tasks: several in one call if they are short."""
         number = 1
         if self._reports:
             average = sum(report.seconds for report in self._reports.values()) / len(self._reports)
@@ -272,86 +255,51 @@ class Run:
             number = max(1, min(share, int(_CALL_SECONDS / average)))
         work: list[TaskCall] = []
         while len(work) < number and self._todo:
-            index = self._choose_task(actor, started)
+            index = self._todo[0]
             if work and self._attempts.keys() & {index, work[0].task.index}:
                 break  # a task that was running when an actor failed is computed alone
-            self._todo.remove(index)
-            kept: list[Group] = []
-            returned: dict[Actor, list[Group]] = defaultdict(list)
-            for group in self._job.groups_of[index]:
-                merge = self._merges.get(group)
-                if merge is None or index in merge.parts:
-                    continue
-                if merge.owner is None:  # equal actors get tasks in turn
-                    last = max(self._places[task] for task in merge.tasks) - self._places[index]
-                    merge.owner = started[(started.index(actor) + last) % len(started)]
-                if merge.owner is actor:
-                    kept.append(group)
-                    merge.parts[index] = _Part(actor)  # exists when the actor begins a later call
-                    self._note_if_ready(merge)
-                else:
-                    returned[merge.owner].append(group)
+            self._todo.popleft()
+            groups = [group for group in self._job.groups_of[index] if self._lacks(group, index)]
             task = self._tasks[index]
-            others = [
-                Returned(groups, stays=self._pool.share_host(actor, owner))
-                for owner, groups in returned.items()
-            ]
-            work.append(TaskCall(task, kept, others, self._job.bias_of(task)))
+            work.append(TaskCall(task, groups, self._job.bias_of(task)))
         self._running.update(call.task.index for call in work)
         # First the tensors of queries, or references to them, then those of keys.
         num_queries, sent = self._outbox.put([call.task for call in work])
-        num_returns = 1 + sum(len(call.returned) for call in work)
-        arguments = self._settings, work, num_queries, *sent
-        self._calls.add(actor, work, "run", *arguments, num_returns=num_returns)
+        self._calls.add(actor, work, "run", self._settings, work, num_queries, *sent)
 
-    def _choose_task(self, actor: Actor, started: list[Actor]) -> int:
-        """Return one of the next tasks: of as many as actors, the one with most parts to keep."""
-
-        def count_kept(index: int) -> int:
-            merges = (self._merges.get(group) for group in self._job.groups_of[index])
-            return sum(merge is not None and merge.owner is actor for merge in merges)
-
-        return max(itertools.islice(self._todo, len(started)), key=count_kept)
-
-    def _can_read(self, actor: Actor, merge: _Merge) -> bool:
-        """Return whether an actor can read the parts of a group that have stayed with others."""
-        holders = {part.holder for part in merge.parts.values() if part.holder is not None}
-        return all(holder is actor or self._pool.share_host(holder, actor) for holder in holders)
-
-    def _note_if_ready(self, merge: _Merge) -> None:
-        if merge.is_ready:
-            self._ready[merge] = None
+    def _lacks(self, group: Group, index: int) -> bool:
+        """Return whether the merge of a group lacks the part of a task."""
+        merge = self._merges.get(group)
+        return merge is not None and index not in merge.parts
 
     def _assign_merges(self, started: list[Actor]) -> None:
-        """Let owners merge the groups whose parts exist, in calls with results of limited size.
+        """Let actors merge the groups whose parts exist, in calls with results of limited size.
 
         While an actor has two calls with tasks, merges wait, to be sent together before a third.
         """
-        is_on_gpu = self._outbox.is_on_gpu
+        is_on_gpu, queues = self._outbox.is_on_gpu, self._calls.queues
         if self._todo and is_on_gpu:
             return  # nobody reads a result before all are complete
         most_bytes = math.inf if is_on_gpu else GROUP_BYTES  # of results that the driver reads
-        calls: dict[Actor, list[_MergeBatch]] = {}
-        for merge in list(self._ready):
-            queues = self._calls.queues
-            if merge.owner is None:
-                near = [actor for actor in started if self._can_read(actor, merge)]
-                merge.owner = min(near or started, key=lambda actor: len(queues[actor]))
-            if self._count_tasks(merge.owner) >= _CALLS_IN_FLIGHT:
-                continue
+        free = [actor for actor in started if self._count_tasks(actor) < _CALLS_IN_FLIGHT]
+        calls: dict[Actor, list[_MergeBatch]] = {actor: [] for actor in free}
+        sizes: Counter[Actor] = Counter()
+        while self._ready and free:
+            merge = next(iter(self._ready))
             del self._ready[merge]
-            batches = calls.setdefault(merge.owner, [])
-            size = self._job.num_bytes(merge.group)
+            merge.owner = min(free, key=lambda actor: (len(queues[actor]), sizes[actor]))
+            batches, size = calls[merge.owner], self._job.num_bytes(merge.group)
             if not batches or batches[-1].num_bytes + size > most_bytes:
                 batches.append(_MergeBatch([]))
             batches[-1].merges.append(merge)
             batches[-1].num_bytes += size
-        for owner, batches in calls.items():
-            for work in batches:
-                again = self._attempts
-                sent = [MergeCall(m.group, m.tasks, [*m.returned], m in again) for m in work.merges]
-                parts = [part for m in work.merges for part in m.returned.values()]
-                self._calls.add(owner, work, "merge", self._settings, sent, *parts)
+            sizes[merge.owner] += size
+        for owner, work in ((owner, work) for owner, batches in calls.items() for work in batches):
+            sent = [
+                MergeCall(m.group, [m.parts[i].place for i in m.tasks], m in self._attempts)
+                for m in work.merges
+            ]
+            self._calls.add(owner, work, "merge", self._settings, sent)
 
     def _process(self, answer: Answer) -> None:
         """Accept an answer; an error of a task is raised, because a repetition would not help."""
@@ -375,27 +323,23 @@ class Run:
     def _finish_tasks(self, work: list[TaskCall], answer: Answer) -> list[int]:
         """Record the parts of an answer; return the tasks that are computed for the first time."""
         finished = []
-        for call, (report, sums) in zip(work, answer.value, strict=True):
+        for call, (report, sums, parts) in zip(work, answer.value, strict=True):
             index = call.task.index
             if index not in self._reports:
                 finished.append(index)
                 self._sums[index] = sums
             self._reports[index] = report
             self._running.remove(index)
-            returned: dict[Group, tuple[Returned, Any]] = {}
-            for receiver in call.returned:  # no answer keeps references: tracebacks refer to it
-                part = receiver, answer.references.pop(0)
-                returned |= dict.fromkeys(receiver.groups, part)
-            for group in self._job.groups_of[index]:
-                merge = self._merges.get(group)
-                if merge is None or index in merge.parts:
-                    continue
-                if group in returned:
-                    receiver, reference = returned[group]
-                    merge.parts[index] = _Part(answer.actor if receiver.stays else None, reference)
+            for group in filter(
+                lambda group: self._lacks(group, index), self._job.groups_of[index]
+            ):
+                if group in parts:
+                    merge = self._merges[group]
+                    merge.parts[index] = _Part(answer.actor, parts[group])
                     self._note_if_ready(merge)
                 else:  # lost since the task was assigned
                     self._repeat([index])
+            parts.clear()  # no answer keeps references: tracebacks refer to it
         return finished
 
     def _finish_merges(self, work: _MergeBatch, answer: Answer) -> None:
@@ -406,7 +350,7 @@ class Run:
                 merge.num_losses += 1
                 if merge.num_losses > self._pool.retry_policy.max_attempts:
                     raise answer.error
-                lost = merge.returned
+                lost = [i for i, part in merge.parts.items() if part.holder is not merge.owner]
                 self._drop(merge, lost)
                 self._repeat(lost)
             return
@@ -421,10 +365,15 @@ class Run:
             del self._merges[merge.group]
         self._get_seconds += answer.seconds + time.perf_counter() - start
 
+    def _note_if_ready(self, merge: _Merge) -> None:
+        if merge.is_ready:
+            self._ready[merge] = None
+
     def _drop(self, merge: _Merge, lost: Iterable[int]) -> None:
         """Record that nobody merges a group, and that the parts of some tasks are lost."""
         for index in lost:
             del merge.parts[index]
+        merge.owner = None
         self._ready.pop(merge, None)
         self._note_if_ready(merge)  # perhaps no part is lost
 
@@ -438,9 +387,7 @@ class Run:
         lost = [call.task.index for work in pending if isinstance(work, list) for call in work]
         self._running.difference_update(lost)
         for merge in self._merges.values():
-            if merge.owner is answer.actor:
-                merge.owner = None
-            elif merge.is_ready and merge not in self._ready:  # its owner merges it now
+            if merge.owner not in (None, answer.actor):  # it is merged now
                 continue
             gone = [i for i, part in merge.parts.items() if part.holder is answer.actor]
             self._drop(merge, gone)
