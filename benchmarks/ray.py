@@ -29,7 +29,7 @@ _PARTS = {
     "unload": "unload_seconds",
     "waiting": "waiting_seconds",
 }
-"""Parts of a run, which add up to its time, and their names in reports."""
+"""Parts of a run in reports, which add up to its time, and their names in rows."""
 _DRIVER = ("put_seconds", "get_seconds", "overhead")
 
 
@@ -112,8 +112,10 @@ def _measure(
     verify_output(problem, output)
     reports, seconds = reports[1:], seconds[1:]  # the first touches fresh shared memory
     details = {
-        part: statistics.median(getattr(report, part) for report in reports)
-        for part in (*_PARTS.values(), *_DRIVER)
+        name: statistics.median(getattr(report, name) for report in reports) for name in _DRIVER
+    } | {
+        name: statistics.median(report.slowest[part] for report in reports)
+        for part, name in _PARTS.items()
     }
     row = _row("ray", name, problem, num_tasks, [report.seconds for report in reports], seconds)
     return replace(row, details=details)

@@ -144,8 +144,8 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
-    names = "put_seconds", "get_seconds", "waiting_seconds", "reruns"
-    driver = {name: getattr(report, name) for name in names}
+    names = "put_seconds", "get_seconds", "reruns"
+    driver = {name: getattr(report, name) for name in names} | {"slowest": report.slowest}
     driver["failures"] = [failure._asdict() for failure in report.failures]
     rows = [("driver", [("call", report.started, report.seconds, driver)])]
     for (_, pid), tasks in report.by_process.items():

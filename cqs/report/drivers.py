@@ -133,8 +133,8 @@ class RayDriver(LocalDriver):
         return {
             "tasks": [task.seconds for task in report.tasks],
             "whole": report.seconds,
-            "merge": report.merge_seconds,
-            "transfer": report.seconds - report.slowest_seconds,
+            "merge": report.slowest["merge"],
+            "transfer": report.seconds - report.slowest["compute"],
         }
 
     def _time_one(self, work: MeasuredPass) -> float:

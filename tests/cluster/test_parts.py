@@ -45,14 +45,14 @@ def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills
                 os.kill(others[0], signal.SIGKILL)
             return super()._merge_group(settings, call)
 
-        def _load(self, *arguments):
+        def _run_task(self, settings, *arguments):
             from cqs.executors.ray import actor
 
-            if is_short and self._exported.is_used and not self._is_short:
+            if is_short and settings.shares_parts and any(folder.iterdir()):
                 actor.memory_of = lambda device: 2**30
                 self._backend = "sdpa"
                 raise torch.OutOfMemoryError("as if out of memory")
-            super()._load(*arguments)
+            return super()._run_task(settings, *arguments)
 
     return cluster_of(Keeping, num_workers)
 
@@ -96,7 +96,7 @@ def test_parts_that_nobody_can_read_pass_through_the_store(
 
 
 @pytest.mark.long
-def test_a_worker_without_memory_for_more_parts_puts_them_into_the_store(
+def test_a_run_without_memory_for_parts_is_repeated_without_them(
     ray_session, tmp_path, tensors, expected
 ):
     with with_parts(tmp_path, is_short=True) as cluster:

@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from cqs.executors.ray.tasks.job import (
 )
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.executors.ray.tasks.shared_memory import SharedMemory
+from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
 from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.environment import describe_environment
@@ -49,11 +50,9 @@ class TaskActor(ShardActor):
         torch.set_num_threads(num_threads)
         self._ray = import_ray()
         self._node = str(self._ray.get_runtime_context().get_node_id())
-        self._inputs = self._make_inputs()
+        self._inputs = Inputs((GpuCopies if self._is_on_gpu else DeviceCopies)(device))
         self._number = -1
         """Number of the current run."""
-        self._is_short = False
-        """Whether the GPU has too little memory to keep more than a task requires in this run."""
         self._exported = SharedMemory(device)
         """Parts of the current run, which other actors read."""
         self._backend: str | None = None
@@ -90,14 +89,15 @@ class TaskActor(ShardActor):
         """
         self._begin(settings.number)
         sides = sent[:num_queries], sent[num_queries:]
-        begun = time.time()
-        self._with_room(partial(self._load, settings, calls, sides))
-        answers = []
+        begun, answers = time.time(), []
         for call in calls:
             try:
                 report, results, sums = self._run_task(settings, call, sides, begun)
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
+                self._inputs.clear()
+                self._exported = SharedMemory(self._device)
+                torch.cuda.empty_cache()
                 raise torch.OutOfMemoryError(*arguments) from error
             parts = {group: self._export(settings, results[group]) for group in call.groups}
             begun = time.time()
@@ -125,8 +125,7 @@ class TaskActor(ShardActor):
         """
         self._begin(settings.number)
         started, start = time.time(), time.perf_counter()
-        merges = (partial(self._merge_group, settings, call) for call in calls)
-        merged = list(map(self._with_room, merges))
+        merged = [self._merge_group(settings, call) for call in calls]
         self._synchronize()
         middle = time.perf_counter()
         blobs = [tuple(map(Blob, tensors)) for tensors in merged]
@@ -147,21 +146,9 @@ class TaskActor(ShardActor):
     def _begin(self, number: int) -> None:
         """Discard inputs and parts of earlier runs."""
         if self._number != number:
-            self._number, self._is_short = number, False
+            self._number = number
             self._inputs.clear()
             self._exported.clear()
-
-    def _load(
-        self, settings: RunSettings, calls: Sequence[TaskCall], sides: Sequence[Sequence[Sent]]
-    ) -> None:
-        """Bring the tokens of some tasks to the device, if its memory suffices to keep them."""
-        if not settings.keeps_inputs or self._is_short:
-            return
-        for is_of_keys in (False, True):
-            tasks = [call.task for call in calls]
-            held = [task.held_keys if is_of_keys else task.held_queries for task in tasks]
-            ranges, seqlen = set(chain(*held)), settings.seqlens[is_of_keys]
-            self._inputs.load(sides[is_of_keys], ranges, seqlen, is_of_keys=is_of_keys)
 
     def _run_task(
         self,
@@ -188,15 +175,11 @@ class TaskActor(ShardActor):
         self._backend = worker.backend
 
         def compute() -> tuple[TaskResults, float, float, int, int]:
-            for total in () if terms is None else terms.sums:
-                total.zero_()  # of an attempt for which memory was short
             held, num_bytes, beside = [], 0, 0
-            for is_of_keys in (False, True):
+            must_join = self._is_on_gpu or worker.pattern is not None
+            for is_of_keys, own in enumerate(ranges):
                 tokens, uncounted = self._inputs.hold(
-                    sides[is_of_keys],
-                    ranges[is_of_keys],
-                    is_of_keys=is_of_keys,
-                    must_join=worker.pattern is not None,
+                    own, is_of_keys=bool(is_of_keys), must_join=must_join
                 )
                 held.append(tokens)
                 num_bytes += sum(tensor.nbytes for tensor in tokens)
@@ -213,8 +196,12 @@ class TaskActor(ShardActor):
             self._synchronize()
             return results, started, time.perf_counter() - start, num_bytes, beside
 
-        measured, peak_bytes = self._with_room(partial(measure_peak_bytes, compute, self._device))
+        for is_of_keys, own in enumerate(ranges):
+            self._inputs.load(sides[is_of_keys], own, is_of_keys=bool(is_of_keys))
+        measured, peak_bytes = measure_peak_bytes(compute, self._device)
         results, started, seconds, num_bytes, beside = measured
+        if not (settings.keeps_inputs and self._is_on_gpu):
+            self._inputs.clear()
         report = TaskReport(
             index=task.index,
             pid=os.getpid(),
@@ -251,23 +238,9 @@ class TaskActor(ShardActor):
                 place[index].copy_(result[index], non_blocking=True)
         return [] if places else results
 
-    def _with_room(self, compute: Callable[[], _Result]) -> _Result:
-        """Run ``compute``; if GPU memory is short, free inputs, and run it again."""
-        try:
-            return compute()
-        except torch.OutOfMemoryError:
-            if self._is_short:
-                raise
-        self._is_short = True
-        self._inputs.clear()
-        if not self._exported.is_used:
-            self._exported = SharedMemory(self._device)
-        torch.cuda.empty_cache()
-        return compute()
-
     def _export(self, settings: RunSettings, parts: Sequence[GroupPart]) -> Any:
         """Return where other actors find parts: locations, or a reference in the object store."""
-        if settings.shares_parts and not self._is_short:
+        if settings.shares_parts:
             tensors = [tensor for _, part in parts for tensor in part]
             with suppress(OSError, RuntimeError):  # memory is short, or has no handle
                 places = self._exported.allocate(tensors)
@@ -276,14 +249,6 @@ class TaskActor(ShardActor):
                 locations = iter([location for _, location in places])
                 return [(rows, tuple(next(locations) for _ in part)) for rows, part in parts]
         return self._ray.put([(rows, tuple(map(Blob, part))) for rows, part in parts])
-
-    def _make_inputs(self) -> Inputs:
-        if not self._is_on_gpu:
-            return Inputs(self._device)
-        from cqs.executors.ray.tasks.gpu_inputs import GpuInputs
-        from cqs.executors.streaming.transfers import GpuCopies
-
-        return GpuInputs(GpuCopies(self._device))
 
     def _synchronize(self) -> None:
         if self._is_on_gpu:

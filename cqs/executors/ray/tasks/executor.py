@@ -98,6 +98,7 @@ class TaskExecutor:
                 if is_short and pool.obstacle:
                     raise
                 pool.obstacle = str(error)
+                pool.has_stale_memory = True
                 if progress is not None:
                     progress.move(done)
                 try:

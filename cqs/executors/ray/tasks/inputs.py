@@ -7,6 +7,8 @@ from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedTensor
+from cqs.executors.streaming.plan import RowsOfHeads
+from cqs.executors.streaming.transfers import DeviceCopies
 from cqs.worker import HeldTokens
 
 Sent = tuple[range, Sequence[Blob | SharedTensor]]
@@ -14,15 +16,18 @@ Sent = tuple[range, Sequence[Blob | SharedTensor]]
 
 
 class Inputs:
-    """Provides the tokens that tasks hold, on a CPU: shared memory is read in place."""
+    """Provides the tokens that tasks hold. Memory that the device has already is read in place."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, copies: DeviceCopies):
         """Start without tokens.
 
         Args:
-            device: The device of the actor.
+            copies: Copies memory of the host to the device of the actor.
         """
-        self._device, self._memory = device, OpenedMemory(device)
+        self._copies, self._device = copies, copies.device
+        self._memory = OpenedMemory(copies.device)
+        self._rows: dict[tuple[bool, range], list[Tensor]] = {}
+        """Rows of several tensors on the device, by side and tokens."""
 
     def tensor(self, sent: Blob | SharedTensor) -> Tensor:
         """Return a tensor of another process, in memory that both processes access.
@@ -32,65 +37,68 @@ class Inputs:
         """
         return sent.tensor() if isinstance(sent, Blob) else self._memory.tensor(sent)
 
-    def load(
-        self, sent: Sequence[Sent], ranges: Collection[range], seqlen: int, *, is_of_keys: bool
-    ) -> None:
-        """Copy tokens to the device, where they stay until :meth:`clear`.
-
-        Args:
-            sent: Tensors that include the tokens.
-            ranges: The tokens.
-            seqlen: Number of all tokens of the tensors.
-            is_of_keys: Whether the tensors are those of the keys, or of the queries.
-        """
-
-    def hold(
-        self,
-        sent: Sequence[Sent],
-        ranges: tuple[range, ...],
-        *,
-        is_of_keys: bool,
-        must_join: bool,
-    ) -> tuple[list[HeldTokens], int]:
-        """Return the tokens that a task holds.
-
-        Args:
-            sent: Tensors that include the tokens.
-            ranges: The tokens.
-            is_of_keys: Whether the tensors are those of the keys, or of the queries.
-            must_join: Whether the rows of all ranges must be in one tensor.
-
-        Returns:
-            The tokens in each tensor, and the bytes of those that this call has not copied.
-        """
-        parts = [
-            [self.tensor(item)[:, :, rows] for rows, item in find_rows(sent, tokens)]
-            for tokens in ranges
-        ]
-        if must_join and len(ranges) > 1:
-            joined = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
-            return [HeldTokens(rows, ranges) for rows in joined], 0
-        held = [HeldTokens(None, ranges, rows) for rows in zip(*parts, strict=True)]
-        return held, sum(tensor.nbytes for part in parts for tensor in part)
-
     def bring(self, sent: Blob | SharedTensor) -> Tensor:
         """Return a tensor of another process that kernels can read: on the device, or on its peer.
 
         Args:
             sent: The tensor, ``[batch, heads, rows, ...]``.
         """
-        return self.tensor(sent)
+        tensor = self.tensor(sent)
+        return tensor if tensor.device.type == self._device.type else self._copy(tensor)
+
+    def load(self, sent: Sequence[Sent], ranges: Collection[range], *, is_of_keys: bool) -> None:
+        """Bring tokens to the device, where they stay until :meth:`clear`.
+
+        Args:
+            sent: Tensors that include the tokens.
+            ranges: The tokens.
+            is_of_keys: Whether the tensors are those of the keys, or of the queries.
+        """
+        for tokens in ranges:
+            if (is_of_keys, tokens) in self._rows:
+                continue
+            first, items = next((all_[0], items) for all_, items in sent if tokens.start in all_)
+            loaded = self._rows[is_of_keys, tokens] = []
+            for item in items:
+                rows = self.tensor(item)[:, :, tokens.start - first : tokens.stop - first]
+                is_here = isinstance(item, SharedTensor) and item.is_on(self._device)
+                loaded.append(rows if is_here or self._device.type == "cpu" else self._copy(rows))
+
+    def hold(
+        self, ranges: tuple[range, ...], *, is_of_keys: bool, must_join: bool
+    ) -> tuple[list[HeldTokens], int]:
+        """Return the tokens that a task holds.
+
+        Args:
+            ranges: The tokens, which are loaded.
+            is_of_keys: Whether the tensors are those of the keys, or of the queries.
+            must_join: Whether the rows of all ranges must be in one tensor. Tiles of kernels depend
+                on which rows are adjacent: it has no rows of other tokens.
+
+        Returns:
+            The tokens in each tensor, and the bytes of those that this call has not copied.
+        """
+        parts = zip(*(self._rows[is_of_keys, tokens] for tokens in ranges), strict=True)
+        if must_join and len(ranges) > 1:
+            return [HeldTokens(torch.cat(rows, dim=2), ranges) for rows in parts], 0
+        held = [HeldTokens(None, ranges, rows) for rows in parts]
+        return held, sum(tokens.nbytes for tokens in held)
 
     def clear(self) -> None:
-        """Discard all copies of tokens."""
+        """Discard all tokens."""
+        self._rows.clear()
 
     def close(self) -> None:
         """Close memory of other processes; the next run opens it again."""
         self._memory.close()
 
-
-def find_rows(sent: Sequence[Sent], tokens: range) -> list[tuple[slice, Blob | SharedTensor]]:
-    """Return the rows of some tokens, and the tensors that include them."""
-    all_tokens, tensors = next(entry for entry in sent if tokens.start in entry[0])
-    rows = slice(tokens.start - all_tokens.start, tokens.stop - all_tokens.start)
-    return [(rows, tensor) for tensor in tensors]
+    def _copy(self, rows: Tensor) -> Tensor:
+        """Return a copy of rows of host memory, or of another GPU, on the device."""
+        place = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
+        if rows.is_cuda:
+            return place.copy_(rows)
+        free = self._copies.record_event()
+        for batch, target in enumerate(place):
+            where = RowsOfHeads(batch, range(target.shape[0]), range(target.shape[1]))
+            self._copies.upload(rows, where, target, free)
+        return place

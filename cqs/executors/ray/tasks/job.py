@@ -70,8 +70,6 @@ class RunSettings:
     """Backend and settings of the computation."""
     results: dict[bool, tuple[ResultTensor, ...]]
     """Tensors of the result: of queries (False), and in a backward pass of keys (True)."""
-    seqlens: tuple[int, int]
-    """Numbers of queries and of keys."""
     keeps_inputs: bool
     """Whether a GPU keeps tokens for later tasks, as far as its memory permits."""
     shares_parts: bool

@@ -40,10 +40,8 @@ class Outbox:
         """How tensors get to the actors, see :attr:`RunReport.transport`."""
         self._sent: dict[Any, Any] = {}
         """Where actors find the tensors of tokens, or a reference to them, by side and tokens."""
-        self._shared: dict[int, Tensor] = {}
-        """Tensors that actors access, by the id of those that they replace."""
-        self._locations: dict[int, SharedTensor] = {}
-        """Locations of these tensors."""
+        self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
+        """Tensors that actors access and their locations, by the id of those that they replace."""
 
     def share(self) -> None:
         """Reserve memory for the tensors that actors access, if all of them can.
@@ -65,16 +63,14 @@ class Outbox:
             places = memory.allocate(list(tensors.values()))
         except (OSError, RuntimeError) as error:  # memory is short, or has no handle
             self.transport += f": {error}"
-            if pool.shared_memories:
-                pool.drop_memory(*pool.shared_memories)
-                torch.cuda.empty_cache()
+            pool.drop_memory(*pool.shared_memories)
+            torch.cuda.empty_cache()
             return
         self.transport = "shared memory"
-        for key, (tensor, location) in zip(tensors, places, strict=True):
-            self._shared[key], self._locations[key] = tensor, location
+        self._shared = dict(zip(tensors, places, strict=True))
         if self.is_on_gpu:
             for tensor in chain(*self._job.inputs):
-                self._shared[id(tensor)].copy_(tensor)
+                self._shared[id(tensor)][0].copy_(tensor)
             self._job.synchronize()
 
     @property
@@ -86,7 +82,7 @@ class Outbox:
         """Return the result of a group that an actor has written to shared memory."""
         rows = slice(group.tokens.start, group.tokens.stop)
         results = self._job.results[group.is_of_keys]
-        return [self._shared[id(tensor)][:, :, rows] for tensor in results]
+        return [self._shared[id(tensor)][0][:, :, rows] for tensor in results]
 
     def put_settings(self, worker: Worker) -> Any:
         """Return the settings of the run, or a reference to them if they may be large.
@@ -94,19 +90,20 @@ class Outbox:
         Ray sends small values with a call, which takes less time than its object store.
         """
         results = {
-            side: tuple(
-                ResultTensor(tuple(t.shape), t.dtype, self._locations.get(id(t))) for t in tensors
-            )
+            side: tuple(ResultTensor(tuple(t.shape), t.dtype, self._location(t)) for t in tensors)
             for side, tensors in self._job.results.items()
         }
-        seqlens = self._job.problem.query.shape[2], self._job.problem.key.shape[2]
         keeps_inputs = self.is_on_gpu or self._job.plan.num_tasks > len(self._pool.actors)
+        keeps_inputs &= not self._pool.obstacle  # memory may be short
         shares_parts = self._pool.shares_memory
         settings = RunSettings(
-            self._number, self._job.task_pass, worker, results, seqlens, keeps_inputs, shares_parts
+            self._number, self._job.task_pass, worker, results, keeps_inputs, shares_parts
         )
         is_small = worker.pattern is worker.terms is None
-        return settings if is_small else self._put(settings)
+        return settings if is_small else self._pool.ray.put(settings)
+
+    def _location(self, tensor: Tensor) -> SharedTensor | None:
+        return self._shared[id(tensor)][1] if self._shared else None
 
     def put(self, tasks: Sequence[Task]) -> tuple[int, list[Any]]:
         """Return the tensors that hold the tokens of some tasks, or references to them.
@@ -114,33 +111,26 @@ class Outbox:
         Returns:
             The number of elements with tensors of queries, and these, then those of keys.
         """
-        queries, keys = dict[Any, None](), dict[Any, None]()
+        queries, keys, start = dict[Any, None](), dict[Any, None](), time.perf_counter()
         for task in tasks:
             for side, elements in enumerate((queries, keys)):
                 for tokens in task.held_keys if side else task.held_queries:
                     if (side, tokens) not in self._sent:
                         self._sent[side, tokens] = self._send(side, tokens)
                     elements[self._sent[side, tokens]] = None
+        self.put_seconds += time.perf_counter() - start
         return len(queries), [*queries, *keys]
 
     def _send(self, side: int, tokens: range) -> Any:
         """Copy tokens to shared memory or the object store; return where actors find them."""
         tensors, rows = self._job.inputs[side], slice(tokens.start, tokens.stop)
         if not self._shared:
-            return self._put((tokens, [Blob(tensor[:, :, rows]) for tensor in tensors]))
+            blobs = [Blob(tensor[:, :, rows]) for tensor in tensors]
+            return self._pool.ray.put((tokens, blobs))
         if not self.is_on_gpu:
-            start = time.perf_counter()
             for tensor in tensors:
-                self._shared[id(tensor)][:, :, rows].copy_(tensor[:, :, rows])
-            self.put_seconds += time.perf_counter() - start
-        locations = tuple([self._locations[id(tensor)] for tensor in tensors])
-        return range(tensors[0].shape[2]), locations
-
-    def _put(self, value: Any) -> Any:
-        start = time.perf_counter()
-        reference = self._pool.ray.put(value)
-        self.put_seconds += time.perf_counter() - start
-        return reference
+                self._shared[id(tensor)][0][:, :, rows].copy_(tensor[:, :, rows])
+        return range(tensors[0].shape[2]), tuple([self._location(tensor) for tensor in tensors])
 
     def clear(self, has_failed: bool) -> None:
         """Release all objects in the store, and the tensors in shared memory.

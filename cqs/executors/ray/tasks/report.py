@@ -70,9 +70,7 @@ class WorkerFailure(NamedTuple):
 class RunReport:
     """Measurements of one call of a cluster.
 
-    ``load_seconds + slowest_seconds + merge_seconds + unload_seconds + waiting_seconds ==
-    seconds``: these are the parts of the slowest process, the one with the longest computation. It
-    waits for the driver, for Ray and for other processes.
+    The slowest process waits for the driver, for Ray and for other processes.
     """
 
     started: float
@@ -83,7 +81,7 @@ class RunReport:
     """``"shared memory"`` or ``"object store"``, through which tensors of the driver passed to the
     actors, with the reason for the store if there is one."""
     put_seconds: float
-    """Time in which the driver copied tokens for the actors, part of ``waiting_seconds`` unless
+    """Time in which the driver copied tokens for the actors, part of its waiting unless
     processes compute meanwhile."""
     get_seconds: float
     """Time in which the driver got merged results and wrote them, as ``put_seconds``."""
@@ -114,7 +112,7 @@ class RunReport:
         return (
             f"<RunReport {self.seconds:.3g} s: {len(self.tasks)} tasks on "
             f"{len(self.by_process)} workers, "
-            f"slowest worker {self.slowest_seconds:.3g} s, overhead {self.overhead:.0%}, "
+            f"slowest worker {self.slowest['compute']:.3g} s, overhead {self.overhead:.0%}, "
             f"{len(self.failures)} failures, {self.reruns} reruns>"
         )
 
@@ -127,44 +125,27 @@ class RunReport:
         return dict(processes)
 
     @property
-    def slowest(self) -> tuple[TaskReport, ...]:
-        """Tasks of the process with the longest total computation, in order of their start."""
-        return max(self.by_process.values(), key=_computation, default=())
+    def slowest(self) -> dict[str, float]:
+        """Seconds of the process with the longest computation, which add up to those of the call.
 
-    @property
-    def slowest_seconds(self) -> float:
-        """Computation of the slowest process, in seconds."""
-        return _computation(self.slowest)
-
-    @property
-    def load_seconds(self) -> float:
-        """Seconds in which the slowest process brought inputs to its device."""
-        return sum((task.load_seconds for task in self.slowest), 0.0)
-
-    @property
-    def merge_seconds(self) -> float:
-        """Seconds in which the slowest process merged results of tasks."""
-        return sum((merge.seconds for merge in self._merges_of_slowest), 0.0)
-
-    @property
-    def unload_seconds(self) -> float:
-        """Seconds in which the slowest process copied merged results to its host."""
-        return sum((merge.unload_seconds for merge in self._merges_of_slowest), 0.0)
-
-    @property
-    def waiting_seconds(self) -> float:
-        """Seconds of the call in which the slowest process did none of these."""
-        worked = self.load_seconds + self.slowest_seconds + self.merge_seconds + self.unload_seconds
-        return self.seconds - worked
+        ``"load"`` is the time in which it brought inputs to its device, ``"compute"`` that of
+        tasks, ``"merge"`` that of merges, ``"unload"`` that of copies to its host, and
+        ``"waiting"`` the rest.
+        """
+        tasks = max(self.by_process.values(), key=_computation, default=())
+        merges = self.merges_of(tasks[0]) if tasks else []
+        parts = {
+            "load": sum(task.load_seconds for task in tasks),
+            "compute": _computation(tasks),
+            "merge": sum(merge.seconds for merge in merges),
+            "unload": sum(merge.unload_seconds for merge in merges),
+        }
+        return parts | {"waiting": self.seconds - sum(parts.values())}
 
     @property
     def overhead(self) -> float:
         """Fraction of ``seconds`` that is not computation of the slowest process, 0 to 1."""
-        return 1 - self.slowest_seconds / self.seconds
-
-    @property
-    def _merges_of_slowest(self) -> list[MergeReport]:
-        return self.merges_of(self.slowest[0]) if self.slowest else []
+        return 1 - self.slowest["compute"] / self.seconds
 
     def merges_of(self, task: TaskReport) -> list[MergeReport]:
         """Return the merges of the process that computed a task."""

@@ -232,10 +232,7 @@ class Run:
             for work, failures in self._attempts.most_common(1):
                 message += f"; {_name_of(work)} was running on {failures} of them when they failed"
             raise WorkersFailedError(message)
-        if not started:
-            return
-
-        while self._todo:
+        while started and self._todo:
             actor = min(started, key=self._count_tasks)
             if self._count_tasks(actor) >= _CALLS_IN_FLIGHT:
                 break
@@ -278,8 +275,8 @@ class Run:
         While an actor has two calls with tasks, merges wait, to be sent together before a third.
         """
         is_on_gpu, queues = self._outbox.is_on_gpu, self._calls.queues
-        if self._todo and is_on_gpu:
-            return  # nobody reads a result before all are complete
+        if self._todo and is_on_gpu:  # nobody reads a result before all are complete
+            return
         most_bytes = math.inf if is_on_gpu else GROUP_BYTES  # of results that the driver reads
         free = [actor for actor in started if self._count_tasks(actor) < _CALLS_IN_FLIGHT]
         calls: dict[Actor, list[_MergeBatch]] = {actor: [] for actor in free}

@@ -112,11 +112,6 @@ class SharedMemory:
         size = sum(map(_size_of, like))
         return any(size <= allocation.memory.nbytes for allocation in self._allocations)
 
-    @property
-    def is_used(self) -> bool:
-        """Whether the memory holds any tensor."""
-        return any(allocation.used for allocation in self._allocations)
-
     def allocate(self, like: Sequence[Tensor]) -> list[tuple[Tensor, SharedTensor]]:
         """Return tensors without gaps with these shapes, dtypes and orders of strides.
 
