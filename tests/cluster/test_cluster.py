@@ -184,10 +184,12 @@ def test_submit_rejects_tensors_that_require_gradients(cluster, name):
         assert not cluster.submit(**arguments).result().requires_grad
 
 
-def test_submit_copies_what_it_reads(cluster, tensors):
-    future = cluster.submit(*(copies := [tensor.clone() for tensor in tensors]))
-    torch._foreach_zero_(copies)
-    assert torch.equal(future.result(), cluster.attention(*tensors))
+def test_submit_copies_what_it_reads(cluster):
+    tensors = [torch.randn(1, 2, 90, 16) for _ in range(3)]
+    scored = {"scores": cqs.Scores(heads := torch.ones(2), 2.0, heads)}
+    expected, future = (call(*tensors, **scored) for call in (cluster.attention, cluster.submit))
+    torch._foreach_zero_([*tensors, heads])
+    assert torch.equal(future.result(), expected)
 
 
 def test_errors_and_futures_of_ended_calls_keep_no_objects_in_the_store(cluster, ray_session):

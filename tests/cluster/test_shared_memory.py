@@ -86,8 +86,7 @@ def test_another_user_cannot_open_it_and_it_ends_with_its_owner():
 
 def test_memory_is_replaced_by_larger_and_limited(monkeypatch):
     memory = SharedMemory(HOST)
-    assert not memory.clear_for(TENSORS) and memory.allocate(TENSORS)
-    assert memory.clear_for(TENSORS)
+    assert not memory.clear_for(TENSORS) and memory.allocate(TENSORS) and memory.clear_for(TENSORS)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
     with pytest.raises(RuntimeError, match="a quarter of the free memory"):
         memory.allocate([torch.empty(1, dtype=torch.uint8).expand(2**26)])

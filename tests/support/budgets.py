@@ -40,7 +40,7 @@ BUDGETS = {
     "cqs/executors": Budget(998, 146, 13),
     "cqs/executors/distributed": Budget(3408, 286, 17),
     "cqs/executors/streaming": Budget(1411, 259, 18),
-    "cqs/executors/ray": Budget(2714, 343, 17),
+    "cqs/executors/ray": Budget(2500, 331, 17),
     "cqs/integrations": Budget(1561, 255, 15),
     "cqs/nn": Budget(355, 99, 3),
     "cqs/plotting": Budget(350, 103, 4),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from cqs.tiler.group import GroupPart
 from cqs.version import __version__
 from cqs.worker.environment import describe_environment
 from cqs.worker.memory import measure_peak_bytes, memory_of
-
-_Result = TypeVar("_Result")
 
 
 class TaskActor(ShardActor):

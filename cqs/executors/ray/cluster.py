@@ -328,8 +328,8 @@ class Cluster:
     ) -> AttentionFuture:
         """Start :meth:`attention` and return at once; a cluster executes calls one after another.
 
-        The arguments are those of :meth:`attention`. Query, key and value are copied before it
-        returns. Do not write to tensors of ``scores`` until the future is done.
+        The arguments are those of :meth:`attention`. All tensors are copied before it returns,
+        except those that a score function reads.
 
         Returns:
             The future result, without gradients.
@@ -341,10 +341,10 @@ class Cluster:
         """
         self._dispatcher.check_open()
         problem = check_problem(*autocast(query, key, value), **problem_options(options))
-        names = "query", "key", "value"
-        for name in names:
+        for name in ("query", "key", "value"):
             _check_needs_no_gradient(name, getattr(problem, name))
-        problem = replace(problem, **{name: getattr(problem, name).clone() for name in names})
+        terms = problem.terms and _with_copies(problem.terms, "alibi_slopes", "bias")
+        problem = replace(_with_copies(problem, "query", "key", "value", "sinks"), terms=terms)
         if (scores := options.get("scores")) is not None:
             _check_scores_need_no_gradient(scores)
         return_lse = as_bool("return_lse", options.get("return_lse", False))
@@ -401,6 +401,12 @@ class Cluster:
             progress=progress,
             cancelled=cancelled,
         )
+
+
+def _with_copies(value: Any, *names: str) -> Any:
+    """Return a dataclass with copies of some tensors, each of which may be ``None``."""
+    tensors = {name: tensor for name in names if (tensor := getattr(value, name)) is not None}
+    return replace(value, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:

@@ -347,14 +347,15 @@ class Calls:
         self._actors[ref] = actor
 
     def refill(self) -> None:
-        """Start missing actors; call ``describe`` with key None on all that had no calls here."""
+        """Start missing actors; call ``describe`` with key None on those that have not answered."""
         pool = self._pool
         pool.actors[:] = [
             Actor(pool.start_actor()) if actor.handle is None else actor for actor in pool.actors
         ]
         for actor in pool.actors:
-            if actor not in self.queues:
+            if actor not in self.queues and actor.info is None:
                 self.add(actor, None, "describe")
+            self.queues.setdefault(actor, {})
 
     def check(self) -> None:
         """Raise CancelledError or ValueError if the call must end; Ray may then be shut down."""

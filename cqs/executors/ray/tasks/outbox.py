@@ -99,8 +99,7 @@ class Outbox:
         settings = RunSettings(
             self._number, self._job.task_pass, worker, results, keeps_inputs, shares_parts
         )
-        is_small = worker.pattern is worker.terms is None
-        return settings if is_small else self._pool.ray.put(settings)
+        return settings if worker.pattern is worker.terms is None else self._pool.ray.put(settings)
 
     def _location(self, tensor: Tensor) -> SharedTensor | None:
         return self._shared[id(tensor)][1] if self._shared else None

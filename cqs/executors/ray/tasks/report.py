@@ -132,11 +132,12 @@ class RunReport:
         tasks, ``"merge"`` that of merges, ``"unload"`` that of copies to its host, and
         ``"waiting"`` the rest.
         """
-        tasks = max(self.by_process.values(), key=_computation, default=())
+        processes = self.by_process.values()
+        tasks = max(processes, key=lambda tasks: sum(task.seconds for task in tasks), default=())
         merges = self.merges_of(tasks[0]) if tasks else []
         parts = {
             "load": sum(task.load_seconds for task in tasks),
-            "compute": _computation(tasks),
+            "compute": sum(task.seconds for task in tasks),
             "merge": sum(merge.seconds for merge in merges),
             "unload": sum(merge.unload_seconds for merge in merges),
         }
@@ -151,7 +152,3 @@ class RunReport:
         """Return the merges of the process that computed a task."""
         process = task.node, task.pid
         return [merge for merge in self.merges if (merge.node, merge.pid) == process]
-
-
-def _computation(tasks: Sequence[TaskReport]) -> float:
-    return sum(task.seconds for task in tasks)
