@@ -44,7 +44,7 @@ def outside_of_graphs(make: Callable[[], _T]) -> _T:
 
 
 def cached_on_device(
-    make: Callable[Concatenate[torch.device, _P], _T], most: int = 256
+    make: Callable[Concatenate[torch.device, _P], _T], most: int = 512
 ) -> Callable[Concatenate[torch.device, _P], _T]:
     """Cache a function's tensors per device; keep those forever that a captured CUDA graph reads.
 

@@ -33,12 +33,12 @@ _Result = TypeVar("_Result")
 
 
 class Place(NamedTuple):
-    """The heads of a unit."""
+    """A batch element, and the heads of one or several units."""
 
     batch: int
     """Batch element."""
     kv_head: int
-    """KV head."""
+    """First KV head."""
     group_size: int
     """Query heads for each KV head."""
     num_kv_heads: int = 1
@@ -177,7 +177,7 @@ def add_parts(
 
 
 def at_place(worker: AnyWorker, place: Place) -> AnyWorker:
-    """Return the worker of tensors that have one batch element and KV head."""
+    """Return the worker of tensors that have the batch element and heads of a place."""
     heads, terms = place.heads[0], worker.terms
     return replace(
         worker,
@@ -196,7 +196,7 @@ def run_in_threads(
         items: The items.
         in_order: Whether one thread computes all of them.
     """
-    number, compute_one = torch.get_num_threads(), torch.no_grad()(compute)  # a mode of a thread
+    number, compute_one = torch.get_num_threads(), torch.no_grad()(compute)  # for each thread
     with one_thread():
         if number == 1 or in_order:
             return list(map(compute_one, items))

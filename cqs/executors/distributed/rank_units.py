@@ -28,6 +28,7 @@ from cqs.worker import HeldTokens, TaskBackend
 from cqs.worker.units import Place, UnitWorker, at_place, places_of, run_in_threads, tokens_of_task
 
 Unit = tuple[Place, Task]
+"""A unit, or on GPUs those of a task for several KV heads."""
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +139,7 @@ class RankUnits:
         return gradients
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks on rank 0, and none on the others.
+        """Return the rows of all ranks on rank 0, and a tensor without rows on the others.
 
         Args:
             rows: ``[num_heads, batch, queries of this rank]``.
@@ -194,10 +195,10 @@ class RankUnits:
 
         Args:
             parts: The parts: one for each range of ``tokens_of``.
-            target: The result, with the shape of their rows and their device.
+            target: A tensor of this rank's rows, with their shape and device.
             dtype: Their dtype.
             tokens_of: Returns the tokens of each part of a task.
-            has_keys: Whether they are keys.
+            has_keys: Whether the tokens are keys.
 
         Returns:
             The parts of this rank's tokens, of all heads, in task order, and their rows.

@@ -83,7 +83,7 @@ class TaskActor(ShardActor):
             torch.OutOfMemoryError: The GPU has too little memory. The exception's arguments are the
                 message, the index of the task, the backend (None if not yet chosen) and the GPU's
                 memory in bytes.
-            MemoryNotSharedError: The GPU memory of the driver cannot be accessed.
+            MemoryNotSharedError: Memory of the driver, of its host or GPU, cannot be accessed.
         """
         self._begin(settings.number)
         sides = sent[:num_queries], sent[num_queries:]

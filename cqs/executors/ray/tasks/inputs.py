@@ -1,4 +1,4 @@
-"""Tokens that an actor reads: from memory of its host or of its GPUs, or the object store."""
+"""Tokens that an actor reads: from memory of its host or of GPUs there, or the object store."""
 
 from collections.abc import Collection, Sequence
 
@@ -38,7 +38,7 @@ class Inputs:
         return sent.tensor() if isinstance(sent, Blob) else self._memory.tensor(sent)
 
     def bring(self, sent: Blob | SharedTensor) -> Tensor:
-        """Return a tensor of another process that kernels can read: on the device, or on its peer.
+        """Return a tensor of another process that kernels can read: on the device or another GPU.
 
         Args:
             sent: The tensor, ``[batch, heads, rows, ...]``.
@@ -72,8 +72,8 @@ class Inputs:
         Args:
             ranges: The tokens, which are loaded.
             is_of_keys: Whether the tensors are those of the keys, or of the queries.
-            must_join: Whether the rows of all ranges must be in one tensor. Tiles of kernels depend
-                on which rows are adjacent: it has no rows of other tokens.
+            must_join: Whether the rows of all ranges must be in one tensor, without those of other
+                tokens, because tiles of kernels depend on which rows are adjacent.
 
         Returns:
             The tokens in each tensor, and the bytes of those that this call has not copied.

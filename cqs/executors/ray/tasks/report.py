@@ -30,11 +30,11 @@ class TaskReport:
     seconds: float
     """Duration of the computation, without fetching inputs and returning results."""
     peak_bytes: int
-    """Peak memory in bytes: inputs and all allocations on the actor's device."""
+    """Peak bytes of the task's inputs and allocations, without tokens that a GPU keeps for others."""
     bytes_in: int
     """Bytes of the token groups that the task read."""
     bytes_out: int
-    """Bytes of the results of the task, kept by its actor or returned."""
+    """Bytes of the results of the task, in its actor's memory or in the object store."""
 
 
 class MergeReport(NamedTuple):
@@ -47,9 +47,9 @@ class MergeReport(NamedTuple):
     started: float
     """Start of the merge, in seconds since the epoch by the clock of the actor's host."""
     seconds: float
-    """Duration of the merge."""
+    """Time to read the parts, merge them, and write results to shared memory."""
     unload_seconds: float
-    """Time to copy the merged results from a GPU to the host, or almost none."""
+    """Time to copy the results for the object store, almost none with shared memory."""
 
 
 class WorkerFailure(NamedTuple):
@@ -68,23 +68,20 @@ class WorkerFailure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """Measurements of one call of a cluster.
-
-    The slowest process waits for the driver, for Ray and for other processes.
-    """
+    """Measurements of one call of a cluster, or of one of its runs."""
 
     started: float
-    """Start of the call, in seconds since the epoch by the clock of the driver's host."""
+    """Start, in seconds since the epoch by the clock of the driver's host."""
     seconds: float
-    """Duration of the call, until the result is complete."""
+    """Duration, until the result is complete."""
     transport: str
     """``"shared memory"`` or ``"object store"``, through which tensors of the driver passed to the
     actors, with the reason for the store if there is one."""
     put_seconds: float
-    """Time in which the driver copied tokens for the actors, part of its waiting unless
-    processes compute meanwhile."""
+    """Time in which the driver copied tokens of tensors of the host for the actors, which compute
+    others meanwhile."""
     get_seconds: float
-    """Time in which the driver got merged results and wrote them, as ``put_seconds``."""
+    """Time in which the driver got merged results and wrote them; on a GPU it launches copies."""
     tasks: tuple[TaskReport, ...]
     """Reports of all tasks that are not empty, in the order of parts and indices."""
     merges: tuple[MergeReport, ...]
@@ -92,7 +89,7 @@ class RunReport:
     failures: tuple[WorkerFailure, ...]
     """The actors that failed or hung during the run, in the order in which that was noticed."""
     reruns: int
-    """Number of tasks that were taken from failed actors and assigned again."""
+    """Number of tasks that were computed again, because an actor failed or a part was lost."""
 
     @classmethod
     def join(cls, runs: Sequence[Self]) -> Self:
@@ -129,8 +126,8 @@ class RunReport:
         """Seconds of the process with the longest computation, which add up to those of the call.
 
         ``"load"`` is the time in which it brought inputs to its device, ``"compute"`` that of
-        tasks, ``"merge"`` that of merges, ``"unload"`` that of copies to its host, and
-        ``"waiting"`` the rest.
+        tasks, ``"merge"`` that of merges, and ``"unload"`` that of copies for the object store. In
+        the rest, ``"waiting"``, it waits for the driver, for Ray and for other processes.
         """
         processes = self.by_process.values()
         tasks = max(processes, key=lambda tasks: sum(task.seconds for task in tasks), default=())

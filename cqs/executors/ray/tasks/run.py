@@ -140,9 +140,11 @@ class Run:
         Raises:
             CancelledError: ``cancelled`` was set, or the cluster closes.
             WorkersFailedError: All actors failed, and no replacement has started.
-            TaskFailedError: ``max_attempts`` actors failed while they computed the same task.
+            TaskFailedError: ``max_attempts`` actors failed while they computed the same task, or
+                merged the same group.
             torch.OutOfMemoryError: The GPU of an actor has too little memory for its task.
-            MemoryNotSharedError: An actor cannot access the GPU memory of another process.
+            MemoryNotSharedError: An actor cannot access memory of another process.
+            ray.exceptions.ObjectLostError: Parts in the object store were lost too often.
             ValueError: This process lost its connection to Ray.
             Exception: The computation of a task raised; the run does not repeat it.
         """
@@ -223,7 +225,7 @@ class Run:
         self._pool.has_stale_memory = closes and len(actors) < len(self._pool.infos)
 
     def _feed(self) -> None:
-        """Assign merges to their owners, and the next tasks to the actors with the fewest."""
+        """Assign the next tasks, then merges whose parts exist, to actors with the fewest calls."""
         queues = self._calls.queues
         started = [actor for actor in queues if actor.info is not None]
         if not started and self._awaited.isdisjoint(queues):
