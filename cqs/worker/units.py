@@ -1,4 +1,4 @@
-"""Computation in units, whose bits depend on no other unit: a task, a batch element and a KV head.
+"""Computation in units, one task for one batch element and one KV head, apart from all others.
 
 Kernels may round differently with the number of heads in a call, with strides, with the alignment
 of memory and with the number of threads. On CPUs each step of a unit is therefore computed by

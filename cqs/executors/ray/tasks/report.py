@@ -30,7 +30,7 @@ class TaskReport:
     seconds: float
     """Duration of the computation, without fetching inputs and returning results."""
     peak_bytes: int
-    """Peak bytes of the task's inputs and allocations, without tokens that a GPU keeps for others."""
+    """Peak bytes of its inputs and allocations, without tokens that a GPU keeps for other tasks."""
     bytes_in: int
     """Bytes of the token groups that the task read."""
     bytes_out: int
