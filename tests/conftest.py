@@ -124,7 +124,10 @@ def assert_right(record_bits):
 
 @pytest.fixture
 def one_thread():
-    """Kernels of the CPU take scratch for each thread, which no plan can know."""
+    """PyTorch has one thread at first, and as many as before after the test.
+
+    Kernels of the CPU take scratch for each thread, which no plan can know.
+    """
     with units.one_thread():
         yield
 

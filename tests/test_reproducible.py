@@ -113,7 +113,7 @@ def test_ranks_compute_the_bits_of_one_process(ranks, batch):
 @pytest.mark.slow
 @pytest.mark.sample(20)
 @batches
-def test_streams_compute_the_bits_of_one_call(batch):
+def test_streams_compute_the_bits_of_one_call(one_thread, batch):
     streams = [
         partial(cqs.streaming.attention, memory_budget=most, device="cpu") for most in BUDGETS
     ]
@@ -139,7 +139,7 @@ def test_gpus_compute_the_bits_of_one_gpu(gpu_ranks, head_dim):
 @pytest.mark.slow
 @pytest.mark.sample(20)
 @batches
-def test_workers_compute_the_bits_of_one_process(cluster, batch):
+def test_workers_compute_the_bits_of_one_process(one_thread, cluster, batch):
     assert_all_equal(batch, [cluster.attention])
 
 
@@ -152,7 +152,7 @@ def test_sharded_sequences_have_the_bits_of_one_process(cluster):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_unit_depends_on_no_other_unit(dtype):
+def test_a_unit_depends_on_no_other_unit(one_thread, dtype):
     query, key = torch.randn(2, 4, 150, 16, dtype=dtype), torch.randn(2, 2, 150, 16, dtype=dtype)
     whole = cqs.attention(query, key, key, reproducible=True)
     strided = query.transpose(1, 2).contiguous().transpose(1, 2)
