@@ -149,6 +149,7 @@ def test_workers_that_cannot_start_again_are_an_error(ray_session, tensors, tmp_
 
     with cluster_of(Mortal, max_attempts=2) as cluster:
         started.touch()
+        os.kill(cluster.pids[0], signal.SIGKILL)
         with pytest.raises(WorkersFailedError, match=r"all 1 workers failed; tasks \[0, 1, 2\]"):
             cluster.submit(*tensors, num_tasks=3).result(timeout=120)
         started.unlink()

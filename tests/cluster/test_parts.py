@@ -36,13 +36,12 @@ def with_parts(folder, *, num_workers=2, is_readable=True, is_short=False, kills
             from cqs.executors.ray.pool import MemoryNotSharedError
 
             parts = [part for part in call.parts if isinstance(part, list)]
-            holders = {int(tensors[0].handle.split(b"/")[2]) for ((_, tensors), *_) in parts}
-            others = sorted(holders - {os.getpid()})
+            others = {int(part[0][1][0].handle.split(b"/")[2]) for part in parts} - {os.getpid()}
             if others and not is_readable:
                 raise MemoryNotSharedError("the part cannot be read")
             if others and kills and not (folder / "killed").exists():
                 (folder / "killed").touch()
-                os.kill(others[0], signal.SIGKILL)
+                os.kill(min(others), signal.SIGKILL)
             return super()._merge_group(settings, call)
 
         def _run_task(self, settings, *arguments):
