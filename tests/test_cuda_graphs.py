@@ -49,7 +49,7 @@ def test_what_a_graph_reads_outlives_the_cache(captured):
     captured(True)
     assert make(CPU, 4) is read()
     captured(False)
-    for number in range(300):
+    for number in range(600):
         make(CPU, "other", number)
     assert unread() is None
     assert read() is not None
