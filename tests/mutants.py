@@ -1227,11 +1227,11 @@ FAULTS = (
         "cluster/test_cluster.py::test_results_are_bitwise_identical_for_any_number_of_actors",
     ),
     Fault(
-        "parts of a failed worker count as kept",
+        "parts that could not be read are read again",
         "executors/ray/tasks/run.py",
-        "self._drop(merge, gone)",
+        "self._drop(merge, lost)",
         "self._drop(merge, [])",
-        "cluster/test_failures.py::test_killed_workers_do_not_change_a_bit",
+        "cluster/test_parts.py::test_a_merge_whose_parts_are_lost_is_repeated",
     ),
     Fault(
         "gradients of a bias of several tasks replace each other",
