@@ -1227,11 +1227,11 @@ FAULTS = (
         "cluster/test_cluster.py::test_results_are_bitwise_identical_for_any_number_of_actors",
     ),
     Fault(
-        "parts that could not be read are read again",
-        "executors/ray/tasks/run.py",
-        "self._drop(merge, lost)",
-        "self._drop(merge, [])",
-        "cluster/test_parts.py::test_a_merge_whose_parts_are_lost_is_repeated",
+        "tokens of the object store are found by their place in the sequence",
+        "executors/ray/tasks/inputs.py",
+        "tokens.start - first : tokens.stop - first",
+        "tokens.start : tokens.stop",
+        "cluster/test_cluster.py::test_each_token_is_put_once",
     ),
     Fault(
         "gradients of a bias of several tasks replace each other",
