@@ -95,7 +95,6 @@ class TaskActor(ShardActor):
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
                 self._inputs.clear()
                 self._exported = SharedMemory(self._device)
-                torch.cuda.empty_cache()
                 raise torch.OutOfMemoryError(*arguments) from error
             parts = {group: self._export(settings, results[group]) for group in call.groups}
             begun = time.time()

@@ -131,9 +131,8 @@ class Cluster:
 
     def __repr__(self) -> str:
         infos = self._pool.infos
-        devices = "/".join(sorted({info.device for info in infos}))
-        started = f"{len(infos)} running on {devices or 'no device'}"
-        state = "closed" if self._pool.closing.is_set() else started
+        devices = "/".join(sorted({info.device for info in infos})) or "no device"
+        state = "closed" if self._pool.closing.is_set() else f"{len(infos)} running on {devices}"
         nodes = len({info.node for info in infos})
         return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
 

@@ -180,7 +180,7 @@ class ActorPool:
     @property
     def shares_memory(self) -> bool:
         """Whether every actor can read the memory of the others, of the host or of GPUs."""
-        return not self.obstacle and len({info[1:3] for info in self.infos}) == 1
+        return not self.obstacle and len(self.nodes) == len({i.device for i in self.infos}) == 1
 
     @property
     def infos(self) -> list[ActorInfo]:
@@ -347,15 +347,14 @@ class Calls:
         self._actors[ref] = actor
 
     def refill(self) -> None:
-        """Start missing actors; call ``describe`` with key None on those that have not answered."""
+        """Start missing actors; call ``describe`` with key None on all that had no calls here."""
         pool = self._pool
         pool.actors[:] = [
             Actor(pool.start_actor()) if actor.handle is None else actor for actor in pool.actors
         ]
         for actor in pool.actors:
-            if actor not in self.queues and actor.info is None:
+            if actor not in self.queues:
                 self.add(actor, None, "describe")
-            self.queues.setdefault(actor, {})
 
     def check(self) -> None:
         """Raise CancelledError or ValueError if the call must end; Ray may then be shut down."""

@@ -58,11 +58,12 @@ class Inputs:
             if (is_of_keys, tokens) in self._rows:
                 continue
             first, items = next((all_[0], items) for all_, items in sent if tokens.start in all_)
-            loaded = self._rows[is_of_keys, tokens] = []
+            loaded = list[Tensor]()
             for item in items:
                 rows = self.tensor(item)[:, :, tokens.start - first : tokens.stop - first]
                 is_here = isinstance(item, SharedTensor) and item.is_on(self._device)
                 loaded.append(rows if is_here or self._device.type == "cpu" else self._copy(rows))
+            self._rows[is_of_keys, tokens] = loaded
 
     def hold(
         self, ranges: tuple[range, ...], *, is_of_keys: bool, must_join: bool

@@ -62,11 +62,6 @@ class _Merge:
     num_losses: int = 0
     """Number of times that the owner could not read a part."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all parts exist."""
-        return len(self.parts) == len(self.tasks)
-
 
 @dataclass(eq=False)
 class _MergeBatch:
@@ -220,7 +215,7 @@ class Run:
         closes = self._pool.has_stale_memory
         actors = [actor for actor in self._calls.queues if actor.info is not None]
         for actor in actors:
-            if closes or actor.info is not None and actor.info.device != "cpu":
+            if closes or self._merges or actor.info is not None and actor.info.device != "cpu":
                 self._pool.abandon([actor.handle.forget.remote(closes)], actor)
         self._pool.has_stale_memory = closes and len(actors) < len(self._pool.infos)
 
@@ -234,6 +229,7 @@ class Run:
             for work, failures in self._attempts.most_common(1):
                 message += f"; {_name_of(work)} was running on {failures} of them when they failed"
             raise WorkersFailedError(message)
+        self._assign_merges(started)
         while started and self._todo:
             actor = min(started, key=self._count_tasks)
             if self._count_tasks(actor) >= _CALLS_IN_FLIGHT:
@@ -345,11 +341,15 @@ class Run:
         """Write the results of merges, or repeat tasks whose parts could not be read."""
         errors = self._pool.ray.exceptions
         if isinstance(answer.error, MemoryNotSharedError | errors.ObjectLostError):
+            for holder in {part.holder for m in work.merges for part in m.parts.values()}:
+                if holder.handle is not None:  # which of them has failed?
+                    self._calls.add(holder, None, "describe")
+            time.sleep(_POLL_SECONDS)  # until Ray has noticed it
             for merge in work.merges:
                 merge.num_losses += 1
-                if merge.num_losses > self._pool.retry_policy.max_attempts:
+                if merge.num_losses > 10 * self._pool.retry_policy.max_attempts:
                     raise answer.error
-                lost = [i for i, part in merge.parts.items() if part.holder is not merge.owner]
+                lost = [i for i, part in merge.parts.items() if part.holder.handle is None]
                 self._drop(merge, lost)
                 self._repeat(lost)
             return
@@ -365,7 +365,7 @@ class Run:
         self._get_seconds += answer.seconds + time.perf_counter() - start
 
     def _note_if_ready(self, merge: _Merge) -> None:
-        if merge.is_ready:
+        if len(merge.parts) == len(merge.tasks):
             self._ready[merge] = None
 
     def _drop(self, merge: _Merge, lost: Iterable[int]) -> None:
@@ -388,7 +388,7 @@ class Run:
         for merge in self._merges.values():
             if merge.owner not in (None, answer.actor):  # it is merged now
                 continue
-            gone = [i for i, part in merge.parts.items() if part.holder is answer.actor]
+            gone = [i for i, part in merge.parts.items() if part.holder.handle is None]
             self._drop(merge, gone)
             lost += gone
         pid, node = (None, None) if answer.info is None else answer.info[:2]
