@@ -18,12 +18,7 @@ from cqs.executors.ray.session import import_ray
 from cqs.executors.ray.shards.actor import ShardActor
 from cqs.executors.ray.tasks import job
 from cqs.executors.ray.tasks.inputs import Inputs, Sent
-from cqs.executors.ray.tasks.job import (
-    MergeCall,
-    RunSettings,
-    TaskCall,
-    TaskResults,
-)
+from cqs.executors.ray.tasks.job import MergeCall, RunSettings, TaskCall, TaskResults
 from cqs.executors.ray.tasks.report import MergeReport, TaskReport
 from cqs.executors.ray.tasks.shared_memory import SharedMemory
 from cqs.executors.streaming.transfers import DeviceCopies, GpuCopies
@@ -174,9 +169,9 @@ class TaskActor(ShardActor):
         def compute() -> tuple[TaskResults, float, float, int, int]:
             held, num_bytes, beside = [], 0, 0
             must_join = self._is_on_gpu or worker.pattern is not None
-            for is_of_keys, own in enumerate(ranges):
+            for is_of_keys, own in zip((False, True), ranges, strict=True):
                 tokens, uncounted = self._inputs.hold(
-                    own, is_of_keys=bool(is_of_keys), must_join=must_join
+                    own, is_of_keys=is_of_keys, must_join=must_join
                 )
                 held.append(tokens)
                 num_bytes += sum(tensor.nbytes for tensor in tokens)
@@ -193,8 +188,8 @@ class TaskActor(ShardActor):
             self._synchronize()
             return results, started, time.perf_counter() - start, num_bytes, beside
 
-        for is_of_keys, own in enumerate(ranges):
-            self._inputs.load(sides[is_of_keys], own, is_of_keys=bool(is_of_keys))
+        for is_of_keys, own in zip((False, True), ranges, strict=True):
+            self._inputs.load(sides[is_of_keys], own, is_of_keys=is_of_keys)
         measured, peak_bytes = measure_peak_bytes(compute, self._device)
         results, started, seconds, num_bytes, beside = measured
         if not (settings.keeps_inputs and self._is_on_gpu):

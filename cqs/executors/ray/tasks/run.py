@@ -325,9 +325,9 @@ class Run:
                 self._sums[index] = sums
             self._reports[index] = report
             self._running.remove(index)
-            for group in filter(
-                lambda group: self._lacks(group, index), self._job.groups_of[index]
-            ):
+            for group in self._job.groups_of[index]:
+                if not self._lacks(group, index):
+                    continue
                 if group in parts:
                     merge = self._merges[group]
                     merge.parts[index] = _Part(answer.actor, parts[group])
