@@ -1227,6 +1227,27 @@ FAULTS = (
         "cluster/test_cluster.py::test_results_are_bitwise_identical_for_any_number_of_actors",
     ),
     Fault(
+        "parts of a failed worker count as present",
+        "executors/ray/tasks/run.py",
+        "if part.holder.handle is None]",
+        "if False]",
+        "cluster/test_scaling.py::test_a_call_outlives_its_only_worker",
+    ),
+    Fault(
+        "workers join at the next call",
+        "executors/ray/tasks/run.py",
+        "if len(self._pool.actors) < self._pool.num_workers:",
+        "if False:",
+        "cluster/test_scaling.py::test_workers_that_join_compute_tasks_of_the_running_call[forward]",
+    ),
+    Fault(
+        "tasks that ran again count no seconds",
+        "executors/ray/tasks/run.py",
+        "report.seconds if index in self._lost else 0.0",
+        "0.0",
+        "cluster/test_scaling.py::test_a_call_outlives_its_only_worker",
+    ),
+    Fault(
         "tokens of the object store are found by their place in the sequence",
         "executors/ray/tasks/inputs.py",
         "tokens.start - first : tokens.stop - first",

@@ -601,11 +601,7 @@ def test_damaged_arrays_are_refused_in_one_line(files, capsys, command, content,
 def test_the_demo_kills_a_worker(capsys):
     assert main(["demo", "--seqlen", "8192", "--workers", "2", "--kill"]) == 0
     *_, killed, dense, compared = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"worker \d+ killed after \S+ s: [1-7] tasks ran again, "
-        r"\S+ s, the result is bitwise identical",
-        killed,
-    )
+    assert re.match(r"[1-7] tasks ran again in .* the result is bitwise identical", killed)
     assert dense.startswith("one dense call")
     assert "float64 on sampled rows: correct" in compared
 

@@ -4,10 +4,8 @@ import argparse
 import importlib.util
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,17 +17,13 @@ import cqs
 from cqs.arguments import as_integer
 from cqs.commands.options import add_causal, note_idle, note_start, parse_integer
 from cqs.commands.plan import task_columns
-from cqs.executors.ray import AttentionFuture, RunReport
+from cqs.executors.ray import AttentionFuture, RunReport, TaskReport
 from cqs.executors.verify import VerificationError
 from cqs.problem import Problem, check_problem
 from cqs.report.table import Table, mebibytes, percent, show, tabulate
 from cqs.scheduler import Plan, Task, TaskCost
 
 _NUM_HEADS, _HEAD_DIM = 8, 64
-_MOMENT = 0.4
-"""When a worker is killed, as a part of the time of a call."""
-_ATTEMPTS = 6
-"""Most calls in which a worker is killed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", dest="num_tasks", type=parse_integer, default=7, metavar="W", help="default: 7")
     add("--workers", type=int, metavar="P", help="default: one per GPU, else per core")
     add_causal(parser, default=False)
-    add("--kill", action="store_true", help="compute once more and kill a worker meanwhile")
+    add("--kill", action="store_true", help="compute again while workers are killed and join")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -83,8 +77,8 @@ def _attend_on_workers(
     tensors = problem.query, problem.key, problem.value
     with cqs.Cluster(options.workers) as cluster:
         print(f"{len(cluster.pids)} workers in {time.perf_counter() - start:.1f} s")
-        submit = partial(cluster.submit, *tensors, **arguments, progress=True)
-        future = submit()
+        submit = partial(cluster.submit, *tensors, **arguments)
+        future = submit(progress=True)
         output, report = future.result(), future.report
         assert isinstance(output, Tensor)
         show(tasks_table(problem, plan, report))
@@ -93,49 +87,54 @@ def _attend_on_workers(
             "and waiting"
         )
         if options.kill:
-            _kill_one(cluster, submit, output, _MOMENT * report.seconds)
+            _kill_one(cluster, submit, output)
     return output, report.seconds
 
 
 def _kill_one(
-    cluster: cqs.Cluster, submit: Callable[[], AttentionFuture], expected: Tensor, seconds: float
+    cluster: cqs.Cluster, submit: Callable[..., AttentionFuture], expected: Tensor
 ) -> None:
-    """Kill a worker some seconds after the start of a call, or earlier, and compare the result.
+    """Kill the only worker after its first task, let others join, and compare the result.
 
     Args:
         cluster: The cluster.
         submit: Starts the call.
         expected: Its result without failures.
-        seconds: When to kill a worker. If it was not computing then, the next call has half of the
-            time, because the first calls of a cluster take longer than later ones.
 
     Raises:
         VerificationError: The result is not bitwise identical.
     """
+    number, victims = len(cluster.pids), [cluster.pids[0]]
 
-    def kill() -> None:
-        with suppress(ProcessLookupError):  # a worker that has ended already
-            os.kill(victim, signal.SIGKILL)
+    def strike(done: int, total: int) -> None:
+        if victims:
+            os.kill(victims.pop(), signal.SIGKILL)
+            cluster.scale(number)
 
     print(
-        "The same call again. A worker is killed meanwhile, which Ray logs as an unexpected exit:"
+        "The same call again on one worker, which is killed while others join; Ray logs the kill:"
     )
-    for moment in (seconds / 2**attempt for attempt in range(_ATTEMPTS)):
-        victim = cluster.pids[0]
-        timer = threading.Timer(moment, kill)
-        timer.start()
-        future = submit()
-        output, report = future.result(), future.report
-        timer.cancel()
-        assert isinstance(output, Tensor)
-        if not torch.equal(output, expected):
-            raise VerificationError(f"the result differs after worker {victim} was killed")
-        if report.reruns:
-            break
+    cluster.scale(1)
+    future = submit(progress=strike)
+    output, report = future.result(), future.report
+    if not (isinstance(output, Tensor) and torch.equal(output, expected)):
+        raise VerificationError("the result differs after a worker was killed")
+    show(workers_table(report))
     print(
-        f"worker {victim} killed after {moment:.2f} s: {report.reruns} tasks ran again, "
-        f"{report.seconds:.2f} s, the result is bitwise identical"
+        f"{report.reruns} tasks ran again in {report.rerun_seconds:.2f} s, "
+        f"{report.seconds:.2f} s in all, the result is bitwise identical"
     )
+
+
+def workers_table(report: RunReport) -> Table:
+    """Return a table of the workers of a call, in the order in which they joined it."""
+    columns: dict[str, Callable[[Sequence[TaskReport]], object]] = {
+        "worker": lambda tasks: tasks[0].pid,
+        "from s": lambda tasks: f"{tasks[0].started - report.started:.2f}",
+        "to s": lambda tasks: f"{tasks[-1].started + tasks[-1].seconds - report.started:.2f}",
+        "tasks": lambda tasks: " ".join(str(task.index) for task in tasks),
+    }
+    return tabulate(report.by_process.values(), columns)
 
 
 def tasks_table(problem: Problem, plan: Plan, report: RunReport) -> Table:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
     """Plot a bar for each task of a run, in the row of the worker that computed it.
 
-    Bars have the colour of their task in :func:`plot_owners`. A row is grey while the worker
-    computes nothing: it waits for inputs or for other workers at the end, or it has not started
-    yet. Times are those of the workers' clocks, so rows of different hosts are shifted by the
-    difference of their clocks.
+    Bars have the colour of their task in :func:`plot_owners`. A row begins when the worker loads
+    its first task, later for a worker that has joined the call, and is grey while the worker
+    computes nothing: it waits for inputs or for other workers at the end. Times are those of the
+    workers' clocks, so rows of different hosts are shifted by the difference of their clocks.
 
     The row of a failed worker has a cross where the driver noticed the failure. A report has only
     the attempt of each task whose result was used. The row is hatched where work was lost: in the
@@ -45,14 +45,15 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
         f"{len(report.tasks)} tasks on {len(rows)} workers in {report.seconds:.3g} s, "
         f"computing {100 * share:.0f} % of the time"
     )
-    again = {index for failure in report.failures for index in failure.lost_tasks}
     if report.failures:
         title += f"\nfailed workers: {len(report.failures)} (cross), "
         title += f"re-executed tasks: {report.reruns} (outlined)\nhatched: lost work"
     axes.set(xlabel="seconds since the call", ylabel="worker", xmargin=0)
     axes.set_title(title, fontsize="medium")
     axes.yaxis.set_major_locator(MaxNLocator(32, integer=True, steps=[1, 2, 5, 10]))
-    axes.barh(range(len(rows)), ends, color="0.88")
+    begins = [0.0 if end else tasks[0].started - report.started for end, tasks in rows]
+    widths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    axes.barh(range(len(rows)), widths, left=begins, color="0.88")
     bars = axes.barh(
         [row_of[task.node, task.pid] for task in report.tasks],
         [task.seconds for task in report.tasks],
@@ -60,7 +61,7 @@ def plot_timeline(report: "RunReport", axes: Any = None) -> Any:
         color=[colors[task.index] for task in report.tasks],
     )
     for bar, task in zip(bars, report.tasks, strict=True):
-        if task.index in again:
+        if any(task.index in failure.lost_tasks for failure in report.failures):
             bar.set(edgecolor="black", linewidth=1.5)
     for row, (end, tasks) in enumerate(rows):
         if end is not None:
@@ -79,15 +80,13 @@ def _rows(report: "RunReport") -> tuple[list[_Row], dict[tuple[str, int], int]]:
     Failed workers without a task come first. The others follow in the order of their first tasks.
     """
     by_process = report.by_process
-    end_of: dict[tuple[str, int], float] = {}
+    end_of: dict[tuple[str | None, int | None], float] = {}
     rows: list[_Row] = []
     for failure in report.failures:
-        end = failure.noticed - report.started
-        if failure.pid is None or failure.node is None:  # it never started
-            continue
-        if (failure.node, failure.pid) in by_process:
-            end_of[failure.node, failure.pid] = end
-        else:
+        process, end = (failure.node, failure.pid), failure.noticed - report.started
+        if process in by_process:
+            end_of[process] = end
+        elif failure.pid is not None:  # otherwise it never started
             rows.append((end, ()))
     row_of = {process: row for row, process in enumerate(by_process, len(rows))}
     rows += [(end_of.get(process), tasks) for process, tasks in by_process.items()]
@@ -144,7 +143,7 @@ def save_trace(report: "RunReport", path: str | Path) -> None:
         ValueError: The path exists and is not a regular file.
         OSError: The file cannot be written.
     """
-    names = "put_seconds", "get_seconds", "reruns"
+    names = "put_seconds", "get_seconds", "reruns", "rerun_seconds"
     driver = {name: getattr(report, name) for name in names} | {"slowest": report.slowest}
     driver["failures"] = [failure._asdict() for failure in report.failures]
     rows = [("driver", [("call", report.started, report.seconds, driver)])]

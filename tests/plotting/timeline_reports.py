@@ -38,4 +38,5 @@ def make_report(num_tasks, num_processes, failures=()):
             for pid, node, seconds, lost in failures
         ),
         reruns=sum(len(lost) for *_, lost in failures),
+        rerun_seconds=0.0,
     )

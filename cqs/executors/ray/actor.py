@@ -88,8 +88,7 @@ class TaskActor(ShardActor):
                 report, results, sums = self._run_task(settings, call, sides, begun)
             except torch.OutOfMemoryError as error:
                 arguments = str(error), call.task.index, self._backend, memory_of(self._device)
-                self._inputs.clear()
-                self._exported = SharedMemory(self._device)
+                self.forget(closes=True)
                 raise torch.OutOfMemoryError(*arguments) from error
             parts = {group: self._export(settings, results[group]) for group in call.groups}
             begun = time.time()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -85,8 +86,9 @@ class Cluster:
         Raises:
             TypeError: An argument has the wrong type.
             ValueError: A number is out of range, no cluster answers at ``address``, or too few GPUs
-                or cores are free. Also if a worker does not start within ``start_timeout`` or has
-                another version of cqs, or another Cluster of this process has a private Ray.
+                or cores are free. Also if a worker has another version of cqs, or another Cluster
+                of this process has a private Ray.
+            TimeoutError: A worker did not start within ``start_timeout``.
             NotImplementedError: Ray is not installed, or ``grpcio`` for ``ray://`` addresses.
         """
         num_workers = _positive_or_none("num_workers", num_workers)
@@ -110,7 +112,7 @@ class Cluster:
                     num_gpus = 0 if use_gpus is False else torch.cuda.device_count()
                     num_workers = num_workers or num_gpus or session.num_cores()
                     cpus_per_worker = cpus_per_worker or max(session.num_cores() // num_workers, 1)
-                    num_cpus = num_workers * cpus_per_worker
+                    num_cpus = max(num_workers * cpus_per_worker, session.num_cores())
                     ray = session.start_private_ray(
                         num_cpus, num_gpus, object_store_memory, connection
                     )
@@ -134,7 +136,7 @@ class Cluster:
         devices = "/".join(sorted({info.device for info in infos})) or "no device"
         state = "closed" if self._pool.closing.is_set() else f"{len(infos)} running on {devices}"
         nodes = len({info.node for info in infos})
-        return f"<cqs.Cluster: {len(self._pool.actors)} workers, {state}, {nodes} nodes>"
+        return f"<cqs.Cluster: {self._pool.num_workers} workers, {state}, {nodes} nodes>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -149,6 +151,28 @@ class Cluster:
         closes. A progress function returns at once; the cluster closes after its run has ended.
         """
         self._dispatcher.close()
+
+    def scale(self, num_workers: int) -> None:
+        """Set the number of workers, also during a call, and return at once.
+
+        New workers take tasks of the running call as soon as they have started. Those that are too
+        many end after it: no worker is stopped that has work. Workers that find no room wait for
+        it, for example until Ray's autoscaler has added a machine; each waits at most
+        ``start_timeout`` during a call, and is then counted as failed and started again.
+
+        Args:
+            num_workers: Number of workers, at least 1.
+
+        Raises:
+            TypeError: ``num_workers`` is not an integer.
+            ValueError: It is less than 1, the cluster is closed, or a sharded sequence exists: its
+                shards belong to a number of workers.
+        """
+        num_workers = as_integer("num_workers", num_workers, 1)
+        self._dispatcher.check_open()
+        self._group.check_unused()
+        self._pool.num_workers = num_workers
+        self._dispatcher.submit(self._group.resize, Future())
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 from cqs.executors.ray.session import find_connection, find_node
@@ -18,6 +17,8 @@ _RELEASE_SECONDS = 5
 """Seconds, an integer, that Ray may take to release the resources of actors that have ended."""
 _POLL_SECONDS = 0.1
 """Longest wait for answers before the caller checks for cancellation and timeouts."""
+_EARLIER = "earlier"
+"""Key of calls of earlier runs."""
 
 
 class WorkersFailedError(RuntimeError):
@@ -65,6 +66,8 @@ class ActorInfo(NamedTuple):
 class Actor:
     """The driver's record of an actor."""
 
+    room: Any
+    """Placement group with the resources of the actor, which its replacement uses too."""
     handle: Any = None
     """Ray handle of the actor; None before its start and after its removal."""
     info: ActorInfo | None = None
@@ -74,9 +77,6 @@ class Actor:
 class ActorPool:
     """Equal actors on a Ray cluster, packed on as few nodes as possible."""
 
-    actors: list[Actor]
-    """One actor for each place in the pool. Places of adjacent numbers are on one node."""
-
     def __init__(self, ray: Any, retry_policy: RetryPolicy):
         """Start without actors.
 
@@ -85,7 +85,10 @@ class ActorPool:
             retry_policy: Timeouts and the number of attempts per task.
         """
         self.ray, self.retry_policy = ray, retry_policy
-        self.actors = []
+        self.actors: list[Actor] = []
+        """Actors by their place in the pool. Those that start first are sorted by node."""
+        self.num_workers = 0
+        """Number of actors that there should be; any thread may set it."""
         self.closing = threading.Event()
         """Set when the cluster closes: calls then raise CancelledError."""
         self.own_node = find_node()
@@ -123,8 +126,8 @@ class ActorPool:
             cpus_per_worker: CPU cores of each actor without a GPU, and threads of every actor.
 
         Raises:
-            ValueError: The cluster has too few free GPUs or cores, or an actor did not answer
-                within ``start_timeout``.
+            ValueError: The cluster has too few free GPUs or cores.
+            TimeoutError: An actor did not answer within ``start_timeout``.
             ray.exceptions.RayError: An actor failed.
         """
         ray, total = self.ray, self.ray.cluster_resources()
@@ -133,35 +136,55 @@ class ActorPool:
         if cpus_per_worker is None:
             cpus_per_worker = max(int(total.get("CPU", 0) // total["GPU"]), 1) if use_gpus else 1
         kind, per_worker = ("GPU", 1) if use_gpus else ("CPU", cpus_per_worker)
-        num_workers = num_workers or max(int(total.get(kind, 0)) // per_worker, 1)
-        self._room = ray.util.placement_group([{kind: per_worker}] * num_workers, strategy="PACK")
+        self.num_workers = num_workers or max(int(total.get(kind, 0)) // per_worker, 1)
+        self._resources, self._arguments = {kind: per_worker}, (use_gpus, cpus_per_worker)
+        self._room = self._reserve(self.num_workers)
         if not self._room.wait(_RELEASE_SECONDS):
             raise ValueError(
-                f"num_workers must be at most the workers that fit the free {kind}s, "
-                f"got {num_workers}, which require {num_workers * per_worker}: the cluster has "
-                f"{ray.available_resources().get(kind, 0):g} free of {total.get(kind, 0):g}"
+                f"num_workers must be at most the workers that fit the free {kind}s, got "
+                f"{self.num_workers}, which require {self.num_workers * per_worker}: the cluster "
+                f"has {ray.available_resources().get(kind, 0):g} free of {total.get(kind, 0):g}"
             )
-        strategies = ray.util.scheduling_strategies
-        remote_class = ray.remote(
+        self._remote_class = ray.remote(
             num_cpus=0 if use_gpus else cpus_per_worker,
             num_gpus=int(use_gpus),
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={CONTROL: 1},
-            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._room),
         )(actor_class)
-        self.start_actor = partial(remote_class.remote, use_gpus, cpus_per_worker)
-        """Starts an actor without waiting; it executes calls when it has started."""
-        self.actors = [Actor() for _ in range(num_workers)]
+        self.grow()
         failure = self.fill(threading.Event())
-        if isinstance(failure, TimeoutError):
-            raise ValueError(
-                "a worker did not start within start_timeout="
-                f"{self.retry_policy.start_timeout:g} s: raise start_timeout"
-            )
         if failure is not None:
             raise failure
         self.actors.sort(key=lambda actor: actor.info.node if actor.info else "")
+
+    def grow(self) -> None:
+        """Reserve resources for actors that are missing; :meth:`Calls.refill` starts them.
+
+        The first actors share a placement group, which stays reserved. Others have one each.
+        """
+        while (number := len(self.actors)) < self.num_workers:
+            is_first = number < self._room.bundle_count
+            self.actors.append(Actor(self._room if is_first else self._reserve(1)))
+
+    def shrink(self, number: int) -> None:
+        """Kill actors beyond a number, which have no work, and release resources of their own."""
+        for actor in self.actors[number:]:
+            self.remove(actor)
+            if actor.room is not self._room:
+                self.ray.util.remove_placement_group(actor.room)
+        del self.actors[number:]
+        self.nodes = {info.node for info in self.infos}
+
+    def _reserve(self, number: int) -> Any:
+        """Return a placement group with the resources of a number of actors."""
+        return self.ray.util.placement_group([self._resources] * number, strategy="PACK")
+
+    def restart(self, actor: Actor) -> Actor:
+        """Start an actor with the resources of another one; it executes calls when it is up."""
+        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(actor.room)
+        starter = self._remote_class.options(scheduling_strategy=strategy)
+        return Actor(actor.room, starter.remote(*self._arguments))
 
     def fill(self, cancelled: threading.Event) -> Exception | None:
         """Start missing actors and wait until all actors answer; return a failure of one of them.
@@ -235,38 +258,30 @@ class ActorPool:
             must_end: The actor, if it must end their computation before memory is shared again.
         """
         self._abandoned.update(dict.fromkeys(refs, must_end))
-        if self._abandoned and self.is_connected:
-            self._read_abandoned(list(self._abandoned), 0)
-
-    def await_abandoned(self, timeout: float) -> dict[Any, Actor]:
-        """Wait for computations that must end.
-
-        Args:
-            timeout: Longest wait in seconds.
-
-        Returns:
-            References to those that have not ended, and their actors.
-        """
-        if refs := [ref for ref, actor in self._abandoned.items() if actor is not None]:
-            self._read_abandoned(refs, timeout)
-        return {ref: actor for ref, actor in self._abandoned.items() if actor is not None}
-
-    def _read_abandoned(self, refs: list[Any], timeout: float) -> None:
-        for ref in self.ray.wait(refs, num_returns=len(refs), timeout=timeout)[0]:
+        if not (self._abandoned and self.is_connected):
+            return
+        refs = list(self._abandoned)
+        for ref in self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
             del self._abandoned[ref]
             with suppress(Exception):
                 self.ray.get(ref)
+
+    def take_abandoned(self) -> dict[Any, Actor]:
+        """Return computations that must end, and their actors; nobody else waits for them now."""
+        taken = {ref: actor for ref, actor in self._abandoned.items() if actor is not None}
+        self._abandoned = dict.fromkeys(self._abandoned.keys() - taken)
+        return taken
 
     def close(self) -> None:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
         if self.is_connected:
             self.abandon([])
-            for actor in self.actors:
-                self.remove(actor)
+            self.shrink(0)
             if self._room is not None:
                 self.ray.util.remove_placement_group(self._room)
-            if self.shared_memories:  # actors may write to it until they have ended
-                self.await_abandoned(_RELEASE_SECONDS)
+            if self.shared_memories and (refs := list(self._abandoned)):
+                # Actors may write to it until they have ended.
+                self.ray.wait(refs, num_returns=len(refs), timeout=_RELEASE_SECONDS)
         self.shared_memories.clear()
 
 
@@ -310,7 +325,6 @@ class Calls:
         """Seconds after which an actor that has started and does not answer counts as hung."""
         self.queues: dict[Actor, dict[Any, Any]] = {}
         """For each actor, the keys of pending calls by their Ray references, in order."""
-        self._actors: dict[Any, Actor] = {}
         self._last_sign: dict[Actor, float] = {}
 
     def __enter__(self) -> Self:
@@ -321,13 +335,19 @@ class Calls:
             for actor, queue in self.queues.items():
                 self._pool.abandon([ref for ref, key in queue.items() if key is not None], actor)
                 self._pool.abandon(ref for ref, key in queue.items() if key is None)
-        self._actors.clear()  # tracebacks refer to this object, and results fill Ray's store
-        for queue in self.queues.values():
+        for queue in self.queues.values():  # tracebacks refer to it, and results fill Ray's store
             queue.clear()
 
     def __bool__(self) -> bool:
         """Return whether calls are pending."""
-        return bool(self._actors)
+        return any(self.queues.values())
+
+    def adopt(self) -> bool:
+        """Add earlier calls that must end; return whether calls are pending."""
+        for ref, actor in self._pool.take_abandoned().items():
+            self.queues.setdefault(actor, {})[ref] = _EARLIER
+            self._last_sign.setdefault(actor, time.monotonic())
+        return bool(self)
 
     def add(self, actor: Actor, key: Any, method: str, *arguments: Any) -> None:
         """Call a method of an actor.
@@ -342,15 +362,13 @@ class Calls:
         queue = self.queues.setdefault(actor, {})
         if not queue:
             self._last_sign[actor] = time.monotonic()
-        ref = getattr(actor.handle, method).remote(*arguments)
-        queue[ref] = key
-        self._actors[ref] = actor
+        queue[getattr(actor.handle, method).remote(*arguments)] = key
 
     def refill(self) -> None:
         """Start missing actors; call ``describe`` with key None on all that had no calls here."""
         pool = self._pool
         pool.actors[:] = [
-            Actor(pool.start_actor()) if actor.handle is None else actor for actor in pool.actors
+            pool.restart(actor) if actor.handle is None else actor for actor in pool.actors
         ]
         for actor in pool.actors:
             if actor not in self.queues:
@@ -370,7 +388,8 @@ class Calls:
             ValueError: This process lost its connection to Ray.
         """
         self.check()
-        refs: list[Any] = list(self._actors)
+        actors = {ref: actor for actor, queue in self.queues.items() for ref in queue}
+        refs: list[Any] = list(actors)
         ready = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)[0]
         if ready and len(refs) > 1:
             ready = self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
@@ -378,19 +397,20 @@ class Calls:
         try:
             for ref in ready:
                 self.check()  # the caller of the previous answer may have run user code
-                if ref in self._actors:
-                    yield self._get(ref)
+                if ref in self.queues.get(actors[ref], ()):
+                    yield self._get(ref, actors[ref])
         finally:
-            refs, ready, ref = [], [], None  # a traceback refers to these variables
+            refs, ready, ref, actors = [], [], None, {}  # a traceback refers to these variables
         now, start_timeout = time.monotonic(), self._pool.retry_policy.start_timeout
-        for actor in set(self._actors.values()):
+        for actor, queue in list(self.queues.items()):
             limit = start_timeout if actor.info is None else self.timeout
-            if now - self._last_sign[actor] > limit:
-                yield self.fail(actor, TimeoutError(f"no answer for {limit:g} s"))
+            if queue and now - self._last_sign[actor] > limit:
+                name = "start_timeout" if actor.info is None else "stall_timeout"
+                yield self.fail(actor, TimeoutError(f"a worker is silent for {name}={limit:g} s"))
 
-    def _get(self, ref: Any) -> Answer:
+    def _get(self, ref: Any, actor: Actor) -> Answer:
         """Return the answer of a call that has ended; remove its actor if that has failed."""
-        actor, start, errors = self._actors[ref], time.perf_counter(), self._ray.exceptions
+        start, errors = time.perf_counter(), self._ray.exceptions
         value: Any = None
         raised: Exception | None = None
         try:
@@ -403,7 +423,6 @@ class Calls:
             raised = error
         except errors.RayError as error:  # the actor, its host or the result is lost
             return self.fail(actor, error)
-        del self._actors[ref]
         self._last_sign[actor] = time.monotonic()
         key = self.queues[actor].pop(ref)
         if isinstance(value, ActorInfo) and value.version != __version__:
@@ -419,10 +438,7 @@ class Calls:
 
     def fail(self, actor: Actor, failure: Exception) -> Answer:
         """Remove a failed or hung actor from the pool, and its calls."""
-        queue = self.queues.pop(actor, {})
-        for ref in queue:
-            del self._actors[ref]
-        info = actor.info
+        queue, info = self.queues.pop(actor, {}), actor.info
         self._pool.remove(actor)
         self._pool.abandon(queue, actor)
         return Answer(actor, list(queue.values()), failure=failure, info=info)

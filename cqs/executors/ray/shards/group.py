@@ -62,7 +62,24 @@ class WorkerGroup:
     @property
     def num_ranks(self) -> int:
         """Number of ranks, equal to the number of shards of every sequence."""
-        return len(self._members)
+        return self._pool.num_workers
+
+    def check_unused(self) -> None:
+        """Raise ValueError if sharded sequences exist, whose shards belong to their ranks."""
+        if any(operation.is_wanted for operation in list(self._held)):
+            raise ValueError(
+                "the number of workers must not change while sharded sequences exist, got some: "
+                "delete them before Cluster.scale"
+            )
+
+    def resize(self) -> None:
+        """Start or kill actors, so that there are as many as the pool should have."""
+        self._sweep()
+        self._is_formed, self._links = False, None
+        self._pool.grow()
+        self._pool.shrink(self._pool.num_workers)
+        with Calls(self._pool, threading.Event()) as calls:
+            calls.refill()
 
     def call(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Execute ``work(*arguments)`` in the dispatcher thread, and wait for its result.
@@ -102,7 +119,6 @@ class WorkerGroup:
             self._ray.cloudpickle.dumps(producer),
             sources,
             stored or [()] * self.num_ranks,
-            holders=[None] * self.num_ranks,
         )
         self.restore(operation, lambda: None)
         return operation
@@ -192,7 +208,7 @@ class WorkerGroup:
         return todo[::-1]
 
     def _has(self, rank: int, operation: ShardOperation) -> bool:
-        return operation.holders[rank] is self._members[rank]
+        return operation.holders.get(rank) is self._members[rank]
 
     def _compute(self, operation: ShardOperation, ranks: list[int]) -> None:
         """Make the shards of an operation on some ranks; all of its source shards must exist."""
@@ -243,7 +259,7 @@ class WorkerGroup:
         def arguments(rank: int) -> tuple[Any, ...]:
             return self._generation, (rank, self.num_ranks), *group
 
-        self._links = self._call("join", arguments, is_collective=True, timeout=timeout)[0]
+        self._links = self._call("join", arguments, is_collective=True)[0]
 
     def _mend(self) -> None:
         """Replace failed actors, and free shards that a broken group has made.
@@ -274,11 +290,10 @@ class WorkerGroup:
         ranks: Iterable[int] | None = None,
         *,
         is_collective: bool = False,
-        timeout: float | None = None,
     ) -> dict[int, Any]:
         """Call a method on ranks, and kill ranks that do not answer in time.
 
-        In a collective call, ranks wait for each other. After any failure, or after ``timeout``,
+        In a collective call, ranks wait for each other. After any failure, or ``stall_timeout``,
         the process group is aborted and all return values are discarded; only ranks that still do
         not answer are killed.
 
@@ -287,17 +302,16 @@ class WorkerGroup:
             arguments: Returns the arguments of a rank.
             ranks: Ranks to call; ``None`` means all.
             is_collective: Whether the ranks wait for each other.
-            timeout: Seconds for the whole call; ``None`` means ``stall_timeout``.
 
         Returns:
             The return values by rank.
 
         Raises:
-            _BrokenError: An actor failed, connections between ranks broke, or ``timeout`` passed.
+            _BrokenError: An actor failed, connections between ranks broke, or the timeout passed.
             Exception: The method raised on a rank. Failures of actors have precedence over errors
                 of a collective call, which may be consequences.
         """
-        timeout = timeout or self._pool.retry_policy.stall_timeout
+        timeout = self._pool.retry_policy.stall_timeout
         answers: list[Answer] = []
         with Calls(self._pool, self._cancelled) as calls:
             for rank in range(self.num_ranks) if ranks is None else ranks:
@@ -372,11 +386,11 @@ class WorkerGroup:
 
     def _free(self, operations: list[ShardOperation], ranks: Iterable[int] | None = None) -> None:
         """Free the shards of some operations on some ranks; ``None`` means all ranks."""
-        for rank in range(self.num_ranks) if ranks is None else ranks:
+        for rank in range(len(self._members)) if ranks is None else ranks:
             held = [operation.number for operation in operations if self._has(rank, operation)]
             if held and self._members[rank].handle is not None:
                 self._pool.abandon([self._members[rank].handle.free.remote(held)])
             for operation in operations:
-                operation.holders[rank] = None
+                operation.holders.pop(rank, None)
         if ranks is None:
             self._held.difference_update(operations)

@@ -61,8 +61,8 @@ class ShardOperation:
     """Operations whose shards are inputs of the producer."""
     stored: list[tuple[Any, ...]]
     """For each rank, references to input tensors in the object store."""
-    holders: list[Actor | None]
-    """For each rank, the actor that received its shard; None without a shard."""
+    holders: dict[int, Actor] = field(default_factory=dict)
+    """For each rank with a shard, the actor that received it."""
     shapes: dict[int, Shapes] = field(default_factory=dict)
     """For each rank, the shapes of the tensors of its shard."""
     owner: "weakref.ref[Any] | None" = None

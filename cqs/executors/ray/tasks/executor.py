@@ -68,9 +68,9 @@ class TaskExecutor:
         return gradients
 
     def choose_num_tasks(self, problem: Problem) -> int:
-        """Return one per actor, or more if GPUs have too little memory for such large tasks."""
+        """Return one per worker, or more if GPUs have too little memory for such large tasks."""
         pool = self._dispatcher.pool
-        number = len(pool.actors)
+        number = pool.num_workers
         memory = [info.memory for info in pool.infos if info.memory is not None]
         if not memory:
             return number
@@ -94,8 +94,7 @@ class TaskExecutor:
             try:
                 report = run()
             except (MemoryNotSharedError, torch.OutOfMemoryError) as error:
-                is_short = isinstance(error, torch.OutOfMemoryError)
-                if is_short and pool.obstacle:
+                if pool.obstacle:
                     raise
                 pool.obstacle = str(error)
                 pool.has_stale_memory = True
@@ -104,7 +103,7 @@ class TaskExecutor:
                 try:
                     report = Run(*arguments)()
                 finally:
-                    if is_short:  # a later call may share memory again
+                    if isinstance(error, torch.OutOfMemoryError):  # a later call may share again
                         pool.obstacle = ""
             if report.transport != pool.transport:
                 pool.transport = report.transport

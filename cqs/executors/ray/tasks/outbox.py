@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cqs.executors.ray.blob import Blob
-from cqs.executors.ray.pool import ActorPool
+from cqs.executors.ray.pool import ActorInfo, ActorPool
 from cqs.executors.ray.tasks.job import Group, Job, ResultTensor, RunSettings
 from cqs.executors.ray.tasks.shared_memory import SharedMemory, SharedTensor
 from cqs.scheduler import Task
@@ -40,6 +40,8 @@ class Outbox:
         """How tensors get to the actors, see :attr:`RunReport.transport`."""
         self._sent: dict[Any, Any] = {}
         """Where actors find the tensors of tokens, or a reference to them, by side and tokens."""
+        self._nodes: set[str] | None = None
+        """Ids of the nodes whose actors can take part; None means all, through the store."""
         self._shared: dict[int, tuple[Tensor, SharedTensor]] = {}
         """Tensors that actors access and their locations, by the id of those that they replace."""
 
@@ -93,9 +95,8 @@ class Outbox:
             side: tuple(ResultTensor(tuple(t.shape), t.dtype, self._location(t)) for t in tensors)
             for side, tensors in self._job.results.items()
         }
-        keeps_inputs = self.is_on_gpu or self._job.plan.num_tasks > len(self._pool.actors)
-        keeps_inputs &= not self._pool.obstacle  # memory may be short
-        shares_parts = self._pool.shares_memory
+        keeps_inputs, shares_parts = not self._pool.obstacle, self._pool.shares_memory
+        self._nodes = set(self._pool.nodes) if self._shared or shares_parts else None
         settings = RunSettings(
             self._number, self._job.task_pass, worker, results, keeps_inputs, shares_parts
         )
@@ -103,6 +104,10 @@ class Outbox:
 
     def _location(self, tensor: Tensor) -> SharedTensor | None:
         return self._shared[id(tensor)][1] if self._shared else None
+
+    def reaches(self, info: ActorInfo) -> bool:
+        """Return whether an actor can take part in the run, although it has started during it."""
+        return self._nodes is None or info.node in self._nodes
 
     def put(self, tasks: Sequence[Task]) -> tuple[int, list[Any]]:
         """Return the tensors that hold the tokens of some tasks, or references to them.

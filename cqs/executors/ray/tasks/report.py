@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-_SUMMED = ("put_seconds", "get_seconds", "reruns")
+_SUMMED = ("put_seconds", "get_seconds", "reruns", "rerun_seconds")
 """Measurements of which those of a call are the sums over its runs."""
 
 
@@ -90,6 +90,8 @@ class RunReport:
     """The actors that failed or hung during the run, in the order in which that was noticed."""
     reruns: int
     """Number of tasks that were computed again, because an actor failed or a part was lost."""
+    rerun_seconds: float
+    """Time in which actors computed these tasks again."""
 
     @classmethod
     def join(cls, runs: Sequence[Self]) -> Self:

@@ -1,12 +1,12 @@
 """One run of a job: its tasks and merges are assigned to actors, and again if an actor fails."""
 
-import itertools
 import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,9 @@ _CALLS_IN_FLIGHT = 2
 """Calls with tasks per actor: it computes one while Ray fetches the inputs of the next."""
 _CALL_SECONDS = 0.05
 """Seconds of computation that fill a call with several tasks, many times a call's overhead."""
-_POLL_SECONDS = 0.1
-"""Longest wait for calls of earlier runs before the run checks for cancellation."""
-_NUMBERS = itertools.count()
+_NOTICE_SECONDS = 0.1
+"""Time in which Ray notices that an actor has failed whose parts cannot be read."""
+_NUMBERS = count()
 """Numbers of the runs of this process."""
 
 
@@ -61,6 +61,11 @@ class _Merge:
     """The parts that exist, by task."""
     num_losses: int = 0
     """Number of times that the owner could not read a part."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all parts exist, and no actor merges them."""
+        return self.owner is None and len(self.parts) == len(self.tasks)
 
 
 @dataclass(eq=False)
@@ -106,16 +111,9 @@ class Run:
         self._calls = Calls(pool, cancelled)
         """Calls whose keys are lists of task calls or merge batches, or None for ``describe``."""
         self._tasks = {task.index: task for task in job.plan.tasks if task.steps}
-        order = sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs)
-        self._todo = deque(order)
+        self._todo = deque(sorted(self._tasks, key=lambda index: -self._tasks[index].live_pairs))
         self._merges = {group: _Merge(group, tasks) for group, tasks in job.tasks_of.items()}
         """Merges that are not finished."""
-        self._ready: dict[_Merge, None] = {}
-        """Merges with all parts that are not assigned to an actor, in order."""
-        self._running: set[int] = set()
-        """Tasks at an actor."""
-        self._awaited = set(pool.actors)
-        """Actors for whose start the run waits if no other actor is left."""
         self._attempts: Counter[_Merge | int] = Counter()
         """Number of actors that failed while they merged a group, or computed a task."""
         self._reports: dict[int, TaskReport] = {}
@@ -124,7 +122,9 @@ class Run:
         self._merge_reports: list[MergeReport] = []
         self._get_seconds = 0.0
         self._failures: list[WorkerFailure] = []
-        self._reruns = 0
+        self._lost: list[int] = []
+        """Tasks that were assigned again, each as often as that."""
+        self._rerun_seconds = 0.0
 
     def __call__(self) -> RunReport:
         """Compute all tasks, merge their results and write them to the tensors of the job.
@@ -146,7 +146,6 @@ class Run:
         if self._merges:
             try:
                 with self._calls:
-                    self._share()
                     self._compute()
                     self._job.synchronize()
                 for index in sorted(self._sums):  # in the order of the tasks, whoever failed
@@ -163,43 +162,33 @@ class Run:
             tasks=tuple(self._reports[index] for index in sorted(self._reports)),
             merges=tuple(self._merge_reports),
             failures=tuple(self._failures),
-            reruns=self._reruns,
+            reruns=len(self._lost),
+            rerun_seconds=self._rerun_seconds,
         )
-
-    def _share(self) -> None:
-        """Share tensors with the actors, once calls of earlier runs access no shared memory."""
-        pool, before, since = self._pool, 0, time.monotonic()
-        self._calls.check()
-        while pending := pool.await_abandoned(_POLL_SECONDS):
-            self._calls.check()
-            if len(pending) != before:
-                before, since = len(pending), time.monotonic()
-            elif time.monotonic() - since > self._calls.timeout:  # these actors hang
-                for actor in pending.values():
-                    pool.remove(actor)
-        self._outbox.share()
 
     def _compute(self) -> None:
         """Assign tasks, those with the most live pairs first, until all groups are merged.
 
-        Any actor may compute any task.
+        Any actor may compute any task. Calls of earlier runs access shared memory: it is shared
+        again when they have ended.
         """
+        with Calls(self._pool, self._calls.cancelled) as calls:
+            while calls.adopt():
+                list(calls.collect())  # removes actors that hang
+        self._outbox.share()
         self._calls.refill()
-        self._awaited.update(self._pool.actors)
         self._settings = self._outbox.put_settings(self._worker)
         self._feed()
         if not self._job.problem.query.is_cuda:
             self._job.touch_results()
-        while self._merges or self._lacks_sums():
+        while self._merges:
             self._calls.check()
+            if len(self._pool.actors) < self._pool.num_workers:
+                self._pool.grow()
+                self._calls.refill()
             self._feed()
             for _ in map(self._process, self._calls.collect()):  # no variable keeps an answer
                 pass
-
-    def _lacks_sums(self) -> bool:
-        """Return whether gradients of score terms are missing: merges may be answered before."""
-        terms = self._job.problem.terms
-        return terms is not None and bool(terms.sums) and len(self._sums) < len(self._tasks)
 
     def _end(self) -> None:
         """Let GPUs free inputs and parts, and after a failure also the memory that they share.
@@ -222,8 +211,8 @@ class Run:
     def _feed(self) -> None:
         """Assign the next tasks, then merges whose parts exist, to actors with the fewest calls."""
         queues = self._calls.queues
-        started = [actor for actor in queues if actor.info is not None]
-        if not started and self._awaited.isdisjoint(queues):
+        started = [actor for actor in queues if actor.info and self._outbox.reaches(actor.info)]
+        if not started and all(actor.info for actor in queues):
             message = f"all {len(self._pool.actors)} workers failed; tasks "
             message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
             for work, failures in self._attempts.most_common(1):
@@ -257,7 +246,6 @@ class Run:
             groups = [group for group in self._job.groups_of[index] if self._lacks(group, index)]
             task = self._tasks[index]
             work.append(TaskCall(task, groups, self._job.bias_of(task)))
-        self._running.update(call.task.index for call in work)
         # First the tensors of queries, or references to them, then those of keys.
         num_queries, sent = self._outbox.put([call.task for call in work])
         self._calls.add(actor, work, "run", self._settings, work, num_queries, *sent)
@@ -278,17 +266,17 @@ class Run:
         most_bytes = math.inf if is_on_gpu else GROUP_BYTES  # of results that the driver reads
         free = [actor for actor in started if self._count_tasks(actor) < _CALLS_IN_FLIGHT]
         calls: dict[Actor, list[_MergeBatch]] = {actor: [] for actor in free}
-        sizes: Counter[Actor] = Counter()
-        while self._ready and free:
-            merge = next(iter(self._ready))
-            del self._ready[merge]
-            merge.owner = min(free, key=lambda actor: (len(queues[actor]), sizes[actor]))
+
+        def count_work(actor: Actor) -> tuple[int, int]:
+            return len(queues[actor]), sum(batch.num_bytes for batch in calls[actor])
+
+        for merge in [merge for merge in self._merges.values() if free and merge.is_ready]:
+            merge.owner = min(free, key=count_work)
             batches, size = calls[merge.owner], self._job.num_bytes(merge.group)
             if not batches or batches[-1].num_bytes + size > most_bytes:
                 batches.append(_MergeBatch([]))
             batches[-1].merges.append(merge)
             batches[-1].num_bytes += size
-            sizes[merge.owner] += size
         for owner, work in ((owner, work) for owner, batches in calls.items() for work in batches):
             sent = [
                 MergeCall(m.group, [m.parts[i].place for i in m.tasks], m in self._attempts)
@@ -298,25 +286,22 @@ class Run:
 
     def _process(self, answer: Answer) -> None:
         """Accept an answer; an error of a task is raised, because a repetition would not help."""
+        work = answer.keys[0] if answer.keys else None
         if answer.failure is not None:
             self._replace(answer)
-            return
-        (work,) = answer.keys
-        if isinstance(work, _MergeBatch):
+        elif isinstance(work, _MergeBatch):
             self._finish_merges(work, answer)
-            return
-        if answer.error is not None:
-            if isinstance(answer.error, torch.OutOfMemoryError):
-                _, index, backend, capacity = answer.error.args
-                plan = self._job.plan
-                message = explain_shortage(self._job.problem, plan, backend, capacity, index)
-                raise torch.OutOfMemoryError(message) from answer.error.__cause__
+        elif isinstance(answer.error, torch.OutOfMemoryError):
+            _, index, backend, capacity = answer.error.args
+            message = explain_shortage(self._job.problem, self._job.plan, backend, capacity, index)
+            raise torch.OutOfMemoryError(message) from answer.error.__cause__
+        elif answer.error is not None:
             raise answer.error
-        for index in self._finish_tasks(work, answer) if work is not None else []:
-            self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
+        elif work is not None:
+            self._finish_tasks(work, answer)
 
-    def _finish_tasks(self, work: list[TaskCall], answer: Answer) -> list[int]:
-        """Record the parts of an answer; return the tasks that are computed for the first time."""
+    def _finish_tasks(self, work: list[TaskCall], answer: Answer) -> None:
+        """Record the parts of an answer, and the progress of tasks computed for the first time."""
         finished = []
         for call, (report, sums, parts) in zip(work, answer.value, strict=True):
             index = call.task.index
@@ -324,18 +309,17 @@ class Run:
                 finished.append(index)
                 self._sums[index] = sums
             self._reports[index] = report
-            self._running.remove(index)
+            self._rerun_seconds += report.seconds if index in self._lost else 0.0
             for group in self._job.groups_of[index]:
                 if not self._lacks(group, index):
                     continue
                 if group in parts:
-                    merge = self._merges[group]
-                    merge.parts[index] = _Part(answer.actor, parts[group])
-                    self._note_if_ready(merge)
+                    self._merges[group].parts[index] = _Part(answer.actor, parts[group])
                 else:  # lost since the task was assigned
                     self._repeat([index])
             parts.clear()  # no answer keeps references: tracebacks refer to it
-        return finished
+        for index in finished:
+            self._progress(self._job.problem, self._tasks[index].live_pairs)  # may raise
 
     def _finish_merges(self, work: _MergeBatch, answer: Answer) -> None:
         """Write the results of merges, or repeat tasks whose parts could not be read."""
@@ -344,14 +328,12 @@ class Run:
             for holder in {part.holder for m in work.merges for part in m.parts.values()}:
                 if holder.handle is not None:  # which of them has failed?
                     self._calls.add(holder, None, "describe")
-            time.sleep(_POLL_SECONDS)  # until Ray has noticed it
+            time.sleep(_NOTICE_SECONDS)
             for merge in work.merges:
                 merge.num_losses += 1
                 if merge.num_losses > 10 * self._pool.retry_policy.max_attempts:
                     raise answer.error
-                lost = [i for i, part in merge.parts.items() if part.holder.handle is None]
-                self._drop(merge, lost)
-                self._repeat(lost)
+                self._repeat(self._drop_parts(merge))
             return
         if answer.error is not None:
             raise answer.error
@@ -364,33 +346,25 @@ class Run:
             del self._merges[merge.group]
         self._get_seconds += answer.seconds + time.perf_counter() - start
 
-    def _note_if_ready(self, merge: _Merge) -> None:
-        if len(merge.parts) == len(merge.tasks):
-            self._ready[merge] = None
-
-    def _drop(self, merge: _Merge, lost: Iterable[int]) -> None:
-        """Record that nobody merges a group, and that the parts of some tasks are lost."""
+    def _drop_parts(self, merge: _Merge) -> list[int]:
+        """Record that nobody merges a group; return the tasks whose parts failed actors had."""
+        lost = [index for index, part in merge.parts.items() if part.holder.handle is None]
         for index in lost:
             del merge.parts[index]
         merge.owner = None
-        self._ready.pop(merge, None)
-        self._note_if_ready(merge)  # perhaps no part is lost
+        return lost
 
     def _replace(self, answer: Answer) -> None:
         """Reassign the calls and the kept parts of a failed actor, and start a replacement.
 
-        If no other actor is left, the run waits for the replacement, unless it replaces an actor
-        that did not start in time. It starts none after ``max_attempts * num_workers`` failures.
+        It starts none after ``max_attempts * num_workers`` failures, nor if no actor is up and this
+        one did not start in time.
         """
         pending = [key for key in answer.keys if key is not None]
         lost = [call.task.index for work in pending if isinstance(work, list) for call in work]
-        self._running.difference_update(lost)
         for merge in self._merges.values():
-            if merge.owner not in (None, answer.actor):  # it is merged now
-                continue
-            gone = [i for i, part in merge.parts.items() if part.holder.handle is None]
-            self._drop(merge, gone)
-            lost += gone
+            if merge.owner in (None, answer.actor):  # otherwise it is merged now
+                lost += self._drop_parts(merge)
         pid, node = (None, None) if answer.info is None else answer.info[:2]
         self._failures.append(WorkerFailure(pid, node, time.time(), self._repeat(lost)))
         most = self._pool.retry_policy.max_attempts
@@ -405,11 +379,10 @@ class Run:
                 raise TaskFailedError(
                     f"{_name_of(worst)} was running on {most} workers when they failed or hung"
                 ) from answer.failure
-        if len(self._failures) < most * len(self._pool.actors):
-            before = set(self._pool.actors)
+        is_late = answer.info is None and isinstance(answer.failure, TimeoutError)
+        may_start = not is_late or any(actor.info for actor in self._calls.queues)
+        if may_start and len(self._failures) < most * len(self._pool.actors):
             self._calls.refill()
-            if pending or not isinstance(answer.failure, TimeoutError):
-                self._awaited.update(set(self._pool.actors) - before)
 
     def _repeat(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Assign tasks again, before all others; one at an actor follows if its parts are lost.
@@ -417,9 +390,11 @@ class Run:
         Returns:
             The tasks that were not assigned already, those with the most live pairs first.
         """
-        new = set(indices).difference(self._todo, self._running)
+        queued = chain.from_iterable(queue.values() for queue in self._calls.queues.values())
+        running = [call.task.index for work in queued if isinstance(work, list) for call in work]
+        new = set(indices).difference(self._todo, running)
         lost = sorted(new, key=lambda index: -self._tasks[index].live_pairs)
-        self._reruns += len(lost)
+        self._lost += lost
         self._todo.extendleft(reversed(lost))
         return tuple(lost)
 
