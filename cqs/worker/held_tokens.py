@@ -56,7 +56,7 @@ class HeldTokens:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
         if self.tensor is None:
             parts = self.split()
-            self.tensor = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+            self.tensor = join_rows(parts)
         return self.tensor
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
@@ -93,4 +93,25 @@ class HeldTokens:
                         break
             else:
                 raise KeyError(f"tokens {start}..{tokens.stop} are not held")
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return join_rows(parts)
+
+
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors ``[batch, heads, rows, ...]`` one after another in dim 2; one is not copied.
+
+    An H200 copies elements of 16 bytes in half of the time of those of 2; a CPU gains nothing.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if all(map(_is_wide, parts)):
+        wide = torch.cat([part.view(torch.complex128) for part in parts], dim=2)
+        return wide.view(parts[0].dtype)
+    return torch.cat(list(parts), dim=2)
+
+
+def _is_wide(rows: Tensor) -> bool:
+    """Return whether rows ``[batch, heads, rows, dim]`` on a GPU are aligned units of 16 bytes."""
+    if not rows.is_cuda or rows.ndim != 4 or rows.stride(3) != 1 or rows.data_ptr() % 16:
+        return False
+    size, numbers = 16 // rows.element_size(), (*rows.stride()[:3], rows.storage_offset())
+    return not any(number % size for number in (*numbers, rows.shape[3]))

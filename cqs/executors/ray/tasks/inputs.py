@@ -10,6 +10,7 @@ from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedTensor
 from cqs.executors.streaming.plan import RowsOfHeads
 from cqs.executors.streaming.transfers import DeviceCopies
 from cqs.worker import HeldTokens
+from cqs.worker.held_tokens import join_rows
 
 Sent = tuple[range, Sequence[Blob | SharedTensor]]
 """Tokens, and the rows of these tokens in each of several tensors."""
@@ -81,7 +82,7 @@ class Inputs:
         """
         parts = zip(*(self._rows[is_of_keys, tokens] for tokens in ranges), strict=True)
         if must_join and len(ranges) > 1:
-            return [HeldTokens(torch.cat(rows, dim=2), ranges) for rows in parts], 0
+            return [HeldTokens(join_rows(rows), ranges) for rows in parts], 0
         held = [HeldTokens(None, ranges, rows) for rows in parts]
         return held, sum(tokens.nbytes for tokens in held)
 
