@@ -2,5 +2,5 @@
 
 from cqs.worker.backend import CallBackend, TaskBackend
 from cqs.worker.backends import BACKENDS, choose_backend
-from cqs.worker.held_tokens import HeldTokens
+from cqs.worker.held_tokens import HeldTokens, join_rows
 from cqs.worker.worker import Worker

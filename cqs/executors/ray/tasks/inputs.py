@@ -9,8 +9,7 @@ from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.tasks.shared_memory import OpenedMemory, SharedTensor
 from cqs.executors.streaming.plan import RowsOfHeads
 from cqs.executors.streaming.transfers import DeviceCopies
-from cqs.worker import HeldTokens
-from cqs.worker.held_tokens import join_rows
+from cqs.worker import HeldTokens, join_rows
 
 Sent = tuple[range, Sequence[Blob | SharedTensor]]
 """Tokens, and the rows of these tokens in each of several tensors."""
