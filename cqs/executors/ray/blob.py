@@ -39,8 +39,6 @@ class Blob:
     memory once, and every process of the host reads it there.
     """
 
-    __slots__ = ("_bytes", "_layout")
-
     def __init__(self, tensor: Tensor):
         """Wrap a tensor; copy it if it is on a GPU, has gaps, or is negated or conjugated."""
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()

@@ -1,7 +1,7 @@
 """A cluster of Ray actors that compute attention."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +21,7 @@ from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.future import AttentionFuture
 from cqs.executors.ray.pool import ActorPool, RetryPolicy
 from cqs.executors.ray.shards.group import WorkerGroup
-from cqs.executors.ray.shards.operation import ShardProducer, attend_shards, load_shard
+from cqs.executors.ray.shards.operation import ShardProducer, Split, attend_shards, load_shard
 from cqs.executors.ray.shards.sharded import Sharded
 from cqs.executors.ray.tasks.executor import TaskExecutor
 from cqs.partial import AttentionOutput, Partial
@@ -132,11 +132,10 @@ class Cluster:
         self.close()
 
     def __repr__(self) -> str:
-        infos = self._pool.infos
+        pool, infos = self._pool, self._pool.infos
         devices = "/".join(sorted({info.device for info in infos})) or "no device"
-        state = "closed" if self._pool.closing.is_set() else f"{len(infos)} running on {devices}"
-        nodes = len({info.node for info in infos})
-        return f"<cqs.Cluster: {self._pool.num_workers} workers, {state}, {nodes} nodes>"
+        state = "closed" if pool.closing.is_set() else f"{len(infos)} running on {devices}"
+        return f"<cqs.Cluster: {pool.num_workers} workers, {state}, {len(pool.nodes)} nodes>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -156,9 +155,8 @@ class Cluster:
         """Set the number of workers, also during a call, and return at once.
 
         New workers take tasks of the running call as soon as they have started. Those that are too
-        many end after it: no worker is stopped that has work. Workers that find no room wait for
-        it, for example until Ray's autoscaler has added a machine; each waits at most
-        ``start_timeout`` during a call, and is then counted as failed and started again.
+        many end after it and all submitted calls: no worker is stopped that has work. Workers that
+        find no room wait for it, for example until Ray's autoscaler has added a machine.
 
         Args:
             num_workers: Number of workers, at least 1.
@@ -170,7 +168,11 @@ class Cluster:
         """
         num_workers = as_integer("num_workers", num_workers, 1)
         self._dispatcher.check_open()
-        self._group.check_unused()
+        if self._group.sequences:
+            raise ValueError(
+                "num_workers must not change while sharded sequences exist, whose shards belong to "
+                f"the workers, got {len(self._group.sequences)}: delete them first"
+            )
         self._pool.num_workers = num_workers
         self._dispatcher.submit(self._group.resize, Future())
 
@@ -260,12 +262,12 @@ class Cluster:
                 f"query must be a sharded sequence of query, key and value, got {number} "
                 "tensors in each shard"
             )
-        parts: tuple[tuple[Tensor, ...], ...] = ()
+        parts: Split | None = None
         if (scores := options.get("scores")) is not None:
             check_is_scores(scores)
             _check_scores_need_no_gradient(scores)
             if scores.bias is not None:
-                parts = _bias_of_ranks(scores.bias, query)
+                parts = partial(_bias_of_ranks, scores.bias, query)
                 options = {**options, "scores": replace(scores, bias=None)}
         if options.get("dropout_p") and options.get("seed") is None:
             options = {**options, "seed": draw_seed()}  # repeated shards need the same mask
@@ -310,9 +312,12 @@ class Cluster:
                     f"dim must be a dimension of tensors[{number}], whose shape is "
                     f"{tuple(tensor.shape)}, got {dim}"
                 )
-        parts = [tensor.tensor_split(self._group.num_ranks, dim) for tensor in tensors]
-        producer = ShardProducer("shard", load_shard)
-        return Sharded.make(self._group, producer, parts=tuple(zip(*parts, strict=True)))
+
+        def split(number: int) -> list[tuple[Tensor, ...]]:
+            parts = [tensor.tensor_split(number, dim) for tensor in tensors]
+            return list(zip(*parts, strict=True))
+
+        return Sharded.make(self._group, ShardProducer("shard", load_shard), parts=split)
 
     def make_sharded(self, function: Callable[[int, int], Any]) -> Sharded:
         """Make a sharded sequence on the workers; no tensor passes through this process.
@@ -450,17 +455,17 @@ def _check_scores_need_no_gradient(scores: Scores) -> None:
             _check_needs_no_gradient(f"scores.{name}", tensor)
 
 
-def _bias_of_ranks(bias: Tensor, query: Sharded) -> tuple[tuple[Tensor, ...], ...]:
+def _bias_of_ranks(bias: Tensor, query: Sharded, num_ranks: int) -> Sequence[tuple[Tensor, ...]]:
     """Return the rows of a bias of each rank's queries, or its one row for all."""
-    lengths = [shapes[0][2] for shapes in query.shapes]
     if bias.ndim < 2 or bias.shape[-2] == 1:
-        return tuple((bias,) for _ in lengths)
+        return [(bias,)] * num_ranks
+    lengths = [shapes[0][2] for shapes in query.shapes]
     if bias.shape[-2] != sum(lengths):
         raise ValueError(
             f"scores.bias must have 1 row or one of each of {sum(lengths)} queries, got "
             f"{bias.shape[-2]}"
         )
-    return tuple((rows,) for rows in bias.split(lengths, dim=-2))
+    return [(rows,) for rows in bias.split(lengths, dim=-2)]
 
 
 def _positive_or_none(name: str, number: int | None) -> int | None:

@@ -116,7 +116,8 @@ def _fulfil(future: "Future[_Result]", work: Callable[[], _Result]) -> None:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-            del future  # the traceback refers to this frame, and the future to the exception
+        finally:
+            del future  # tracebacks refer to this frame, and the future to a result or exception
 
 
 def check_may_wait() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,8 +95,6 @@ class ActorPool:
         """Id of the Ray node of this process; None for a Ray Client."""
         self.obstacle = ""
         """Why processes of one host cannot access each other's memory; empty if they can."""
-        self.transport = ""
-        """How tensors of the last run got to the actors, see ``RunReport.transport``."""
         self.shared_memories: dict[str, Any] = {}
         """Memory of this process that actors access, by device."""
         self.has_stale_memory = False
@@ -163,12 +161,17 @@ class ActorPool:
 
         The first actors share a placement group, which stays reserved. Others have one each.
         """
-        while (number := len(self.actors)) < self.num_workers:
-            is_first = number < self._room.bundle_count
-            self.actors.append(Actor(self._room if is_first else self._reserve(1)))
+        while len(self.actors) < self.num_workers:
+            number = sum(actor.room is self._room for actor in self.actors)
+            room = self._room if number < self._room.bundle_count else self._reserve(1)
+            self.actors.append(Actor(room))
 
     def shrink(self, number: int) -> None:
-        """Kill actors beyond a number, which have no work, and release resources of their own."""
+        """Kill actors beyond a number, which have no work, and release resources of their own.
+
+        Actors that have started are the last to be killed.
+        """
+        self.actors.sort(key=lambda actor: actor.info is None)
         for actor in self.actors[number:]:
             self.remove(actor)
             if actor.room is not self._room:
@@ -201,18 +204,12 @@ class ActorPool:
         return failure
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether every actor can read the memory of the others, of the host or of GPUs."""
-        return not self.obstacle and len(self.nodes) == len({i.device for i in self.infos}) == 1
-
-    @property
     def infos(self) -> list[ActorInfo]:
         """Processes and devices of the actors that have started."""
         return [info for actor in self.actors if (info := actor.info) is not None]
 
-    def check_environments(self) -> None:
+    def check_environments(self, environments: Set[Any]) -> None:
         """Raise ValueError if results of different actors are not bitwise reproducible."""
-        environments = {info.environment for info in self.infos}
         if len(environments) > 1:
             one, other, *_ = map(set, environments)
             raise ValueError(
@@ -247,17 +244,17 @@ class ActorPool:
         for device in devices:
             self.has_stale_memory |= self.shared_memories.pop(device, None) is not None
 
-    def abandon(self, refs: Iterable[Any], must_end: Actor | None = None) -> None:
+    def abandon(self, results: Mapping[Any, Actor | None]) -> None:
         """Discard results that are no longer needed.
 
         Ray prints the error of a result that was never read. The pool therefore keeps unfinished
         references, and reads them in a later call.
 
         Args:
-            refs: References to the results.
-            must_end: The actor, if it must end their computation before memory is shared again.
+            results: References to the results, each with the actor if that must end the
+                computation before memory is shared again.
         """
-        self._abandoned.update(dict.fromkeys(refs, must_end))
+        self._abandoned.update(results)
         if not (self._abandoned and self.is_connected):
             return
         refs = list(self._abandoned)
@@ -275,7 +272,7 @@ class ActorPool:
     def close(self) -> None:
         """Kill all actors and release their resources, if the connection to Ray still exists."""
         if self.is_connected:
-            self.abandon([])
+            self.abandon({})
             self.shrink(0)
             if self._room is not None:
                 self.ray.util.remove_placement_group(self._room)
@@ -333,8 +330,8 @@ class Calls:
     def __exit__(self, *exception: object) -> None:
         if self._pool.is_connected:
             for actor, queue in self.queues.items():
-                self._pool.abandon([ref for ref, key in queue.items() if key is not None], actor)
-                self._pool.abandon(ref for ref, key in queue.items() if key is None)
+                waits = {ref: None if key is None else actor for ref, key in queue.items()}
+                self._pool.abandon(waits)
         for queue in self.queues.values():  # tracebacks refer to it, and results fill Ray's store
             queue.clear()
 
@@ -393,7 +390,7 @@ class Calls:
         ready = self._ray.wait(refs, num_returns=1, timeout=_POLL_SECONDS)[0]
         if ready and len(refs) > 1:
             ready = self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-        ref: Any = None
+        ref, now = None, time.monotonic()  # the caller of an answer may run user code for long
         try:
             for ref in ready:
                 self.check()  # the caller of the previous answer may have run user code
@@ -401,12 +398,12 @@ class Calls:
                     yield self._get(ref, actors[ref])
         finally:
             refs, ready, ref, actors = [], [], None, {}  # a traceback refers to these variables
-        now, start_timeout = time.monotonic(), self._pool.retry_policy.start_timeout
+        start_timeout = self._pool.retry_policy.start_timeout
         for actor, queue in list(self.queues.items()):
             limit = start_timeout if actor.info is None else self.timeout
             if queue and now - self._last_sign[actor] > limit:
-                name = "start_timeout" if actor.info is None else "stall_timeout"
-                yield self.fail(actor, TimeoutError(f"a worker is silent for {name}={limit:g} s"))
+                message = f"a worker is silent for {limit:g} s: see start_timeout, stall_timeout"
+                yield self.fail(actor, TimeoutError(message))
 
     def _get(self, ref: Any, actor: Actor) -> Answer:
         """Return the answer of a call that has ended; remove its actor if that has failed."""
@@ -440,5 +437,5 @@ class Calls:
         """Remove a failed or hung actor from the pool, and its calls."""
         queue, info = self.queues.pop(actor, {}), actor.info
         self._pool.remove(actor)
-        self._pool.abandon(queue, actor)
+        self._pool.abandon(dict.fromkeys(queue, actor))
         return Answer(actor, list(queue.values()), failure=failure, info=info)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
-from torch import Tensor
 
 from cqs.executors.distributed.transport.connections import Links
 from cqs.executors.ray.blob import Blob
 from cqs.executors.ray.dispatcher import Dispatcher
 from cqs.executors.ray.pool import CONTROL, Answer, Calls, TaskFailedError, WorkersFailedError
-from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer
+from cqs.executors.ray.shards.operation import ShardOperation, ShardProducer, Split
 
 _Result = TypeVar("_Result")
 
@@ -56,28 +56,26 @@ class WorkerGroup:
         self._unsettled: ShardOperation | None = None
         """The last collective operation; its shards are lost if a rank fails before it is done."""
         self._cancelled = threading.Event()
+        self.num_ranks = self._pool.num_workers
+        """Number of ranks, equal to the number of shards of every sequence."""
+        self.sequences: WeakSet[Any] = WeakSet()
+        """The sharded sequences that exist."""
         self._held: set[ShardOperation] = set()
         """Operations of which actors may hold shards."""
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks, equal to the number of shards of every sequence."""
-        return self._pool.num_workers
-
-    def check_unused(self) -> None:
-        """Raise ValueError if sharded sequences exist, whose shards belong to their ranks."""
-        if any(operation.is_wanted for operation in list(self._held)):
-            raise ValueError(
-                "the number of workers must not change while sharded sequences exist, got some: "
-                "delete them before Cluster.scale"
-            )
-
     def resize(self) -> None:
-        """Start or kill actors, so that there are as many as the pool should have."""
+        """Start or kill actors, so that there are as many as the pool should have.
+
+        A sequence that was made since the caller has checked keeps its ranks, and all workers.
+        """
+        self._pool.check_connected()
         self._sweep()
-        self._is_formed, self._links = False, None
+        if self.sequences:
+            self._pool.num_workers = self.num_ranks
+            return
+        self.num_ranks, self._is_formed, self._links = self._pool.num_workers, False, None
         self._pool.grow()
-        self._pool.shrink(self._pool.num_workers)
+        self._pool.shrink(self.num_ranks)
         with Calls(self._pool, threading.Event()) as calls:
             calls.refill()
 
@@ -100,32 +98,35 @@ class WorkerGroup:
         self,
         producer: ShardProducer,
         sources: tuple[ShardOperation, ...],
-        parts: tuple[tuple[Tensor, ...], ...],
+        parts: Split | None,
     ) -> ShardOperation:
         """Make the shards of a new operation; raises as :meth:`restore` does.
 
         Args:
             producer: Makes the shard of each rank.
             sources: Operations whose shards are the first inputs of the producer.
-            parts: For each rank, additional input tensors, which are copied to the object store.
+            parts: Returns additional input tensors of each rank, which are copied to the object
+                store, given the number of ranks; ``None`` means none.
 
         Returns:
             The operation, with a number above those of all earlier operations.
         """
-        stored = [tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in parts]
+        given = [()] * self.num_ranks if parts is None else parts(self.num_ranks)
+        stored = [tuple(self._ray.put(Blob(tensor)) for tensor in part) for part in given]
         operation = ShardOperation(
             next(self._numbers),
             producer,
             self._ray.cloudpickle.dumps(producer),
             sources,
-            stored or [()] * self.num_ranks,
+            stored,
         )
         self.restore(operation, lambda: None)
         return operation
 
     def _sweep(self, *needed: ShardOperation) -> None:
         """Free the shards of all operations that are neither wanted nor needed."""
-        self._free([held for held in self._held.difference(needed) if not held.is_wanted])
+        wanted = {sequence.operation for sequence in self.sequences}
+        self._free([*self._held.difference(needed, wanted)])
 
     def restore(self, operation: ShardOperation, use: Callable[[], _Result]) -> _Result:
         """Make the missing shards of an operation, and first the missing shards of its sources.
@@ -251,13 +252,12 @@ class WorkerGroup:
         """Initialise a process group of all ranks, under a new generation number."""
         self._generation += 1
         self._call("describe")  # waits for tasks of a cancelled run
-        timeout = self._pool.retry_policy.start_timeout
-        call_timeout = 2 * self._pool.retry_policy.stall_timeout
-        address = self._call("bind", lambda rank: (timeout,), [0])[0]
-        group = address, (timeout, call_timeout), self._links
+        policy = self._pool.retry_policy
+        timeouts = policy.start_timeout, 2 * policy.stall_timeout
+        address = self._call("bind", lambda rank: timeouts[:1], [0])[0]
 
         def arguments(rank: int) -> tuple[Any, ...]:
-            return self._generation, (rank, self.num_ranks), *group
+            return self._generation, (rank, self.num_ranks), address, timeouts, self._links
 
         self._links = self._call("join", arguments, is_collective=True)[0]
 
@@ -276,7 +276,7 @@ class WorkerGroup:
             failure = self._pool.fill(self._cancelled)
         if vacant := [rank for rank, actor in enumerate(self._members) if actor.info is None]:
             raise WorkersFailedError(
-                f"rank {', '.join(map(str, vacant))} failed, and no replacement started within "
+                f"rank {', '.join(map(str, vacant))} has no worker, and none started within "
                 f"start_timeout={self._pool.retry_policy.start_timeout:g} s: {failure}"
             ) from failure
         if self._unsettled is not None and not self._is_formed:
@@ -355,7 +355,7 @@ class WorkerGroup:
         )
         for ref in silent:
             calls.fail(aborts[ref], TimeoutError())
-        self._pool.abandon(ready)
+        self._pool.abandon(dict.fromkeys(ready))
         calls.cancelled = threading.Event()
         calls.timeout = max(end, time.monotonic() + _ABORT_SECONDS) - calls.start
         while calls:
@@ -389,7 +389,7 @@ class WorkerGroup:
         for rank in range(len(self._members)) if ranks is None else ranks:
             held = [operation.number for operation in operations if self._has(rank, operation)]
             if held and self._members[rank].handle is not None:
-                self._pool.abandon([self._members[rank].handle.free.remote(held)])
+                self._pool.abandon({self._members[rank].handle.free.remote(held): None})
             for operation in operations:
                 operation.holders.pop(rank, None)
         if ranks is None:

@@ -1,7 +1,6 @@
 """The definition of a sharded sequence, from which lost shards are made again."""
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,8 @@ Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors of a shard."""
 Address = str | tuple[str, int]
 """Path of a file store, or host and port of a TCP store."""
+Split = Callable[[int], Sequence[tuple[Tensor, ...]]]
+"""Returns tensors of each rank, given the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,9 @@ class ShardOperation:
     """For each rank with a shard, the actor that received it."""
     shapes: dict[int, Shapes] = field(default_factory=dict)
     """For each rank, the shapes of the tensors of its shard."""
-    owner: "weakref.ref[Any] | None" = None
-    """The :class:`Sharded` that was made by the operation."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the :class:`Sharded` exists."""
-        return self.owner is not None and self.owner() is not None
 
     def add_shapes(self, made: dict[int, Shapes]) -> None:
-        """Store the shapes of shards, by rank.
+        """Store the shapes of shards, by ascending rank.
 
         Raises:
             ValueError: Ranks differ in the number of tensors, or a repeated shard in its shapes.
@@ -86,7 +80,6 @@ class ShardOperation:
                     f"{name} must repeat the shapes of rank {rank}'s shard, {self.shapes[rank]}, "
                     f"got {shapes} when it made the lost shard again"
                 )
-        for rank, shapes in made.items():
             if (number := len(shapes)) != len(self.shapes[0]):
                 raise ValueError(
                     f"{name} must make the same number of tensors on every rank, "

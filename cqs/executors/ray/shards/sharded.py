@@ -1,6 +1,5 @@
 """Sequences whose shards stay on the actors of a cluster."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,11 +26,11 @@ class Sharded:
 
     def __init__(self, group: WorkerGroup, operation: ShardOperation):
         """Wrap the shards of an operation, which are freed when nothing refers to this object."""
-        self._group, self._operation = group, operation
-        operation.owner = weakref.ref(self)
+        self._group, self.operation = group, operation
+        group.sequences.add(self)
 
     def __repr__(self) -> str:
-        return f"Sharded({self._operation.producer.name}, shapes={list(self.shapes)})"
+        return f"Sharded({self.operation.producer.name}, shapes={list(self.shapes)})"
 
     @classmethod
     def make(
@@ -39,7 +38,7 @@ class Sharded:
         group: WorkerGroup,
         producer: ShardProducer,
         sources: Sequence["Sharded"] = (),
-        parts: tuple[tuple[Tensor, ...], ...] = (),
+        parts: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None,
     ) -> "Sharded":
         """Make a sharded sequence.
 
@@ -49,7 +48,8 @@ class Sharded:
             group: The workers of a cluster.
             producer: Makes the shard of each rank.
             sources: Sequences of this cluster whose shards are the first inputs of the producer.
-            parts: For each rank, additional input tensors of the producer.
+            parts: Returns additional input tensors of the producer for each rank, given the number
+                of ranks; ``None`` means none.
 
         Raises:
             TypeError: A source is not a :class:`Sharded`.
@@ -69,13 +69,13 @@ class Sharded:
                     f"sharded sequences must belong to this cluster, got {source!r} of another"
                 )
 
-        inputs = tuple(source._operation for source in sources)
+        inputs = tuple(source.operation for source in sources)
         return group.call(lambda: cls(group, group.make(producer, inputs, parts)))
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:
         """For each rank, the shapes of its tensors."""
-        return tuple(self._operation.shapes[rank] for rank in range(self._group.num_ranks))
+        return tuple(shapes for _, shapes in sorted(self.operation.shapes.items()))
 
     def wait(self) -> None:
         """Wait until the GPUs have computed all shards, for example before measuring time.
@@ -85,7 +85,7 @@ class Sharded:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
-        self._group.call(self._group.finish, self._operation)
+        self._group.call(self._group.finish, self.operation)
 
     def to_local(self, dim: int = 2) -> Tensor | tuple[Tensor, ...]:
         """Copy the shards to this process and concatenate them on the CPU.
@@ -101,7 +101,7 @@ class Sharded:
             WorkersFailedError: No replacement for a failed worker could be started.
             TaskFailedError: Workers failed ``max_attempts`` times while they restored shards.
         """
-        shards = self._group.call(self._group.fetch, self._operation)
+        shards = self._group.call(self._group.fetch, self.operation)
         several = tuple(
             torch.cat([blob.tensor() for blob in blobs], dim=dim)
             for blobs in zip(*shards, strict=True)

@@ -1,6 +1,5 @@
 """The executor that computes the tasks of a plan on the actors of a cluster."""
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -17,8 +16,6 @@ from cqs.executors.shortage import choose_num_tasks
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
 from cqs.problem.scores import add_sinks, merge_sinks
-
-_LOGGER = logging.getLogger("cqs")
 
 
 class TaskExecutor:
@@ -101,16 +98,13 @@ class TaskExecutor:
                 if progress is not None:
                     progress.move(done)
                 try:
-                    report = Run(*arguments)()
+                    report = (run := Run(*arguments))()
                 finally:
                     if isinstance(error, torch.OutOfMemoryError):  # a later call may share again
                         pool.obstacle = ""
-            if report.transport != pool.transport:
-                pool.transport = report.transport
-                _LOGGER.info("tensors pass through %s", report.transport)
             self.reports.append(report)
             if job.problem.is_reproducible:
-                pool.check_environments()
+                pool.check_environments(run.environments)
 
         if self._is_in_dispatcher:
             rest_and_run()

@@ -95,8 +95,9 @@ class Outbox:
             side: tuple(ResultTensor(tuple(t.shape), t.dtype, self._location(t)) for t in tensors)
             for side, tensors in self._job.results.items()
         }
-        keeps_inputs, shares_parts = not self._pool.obstacle, self._pool.shares_memory
-        self._nodes = set(self._pool.nodes) if self._shared or shares_parts else None
+        pool, keeps_inputs = self._pool, not self._pool.obstacle
+        shares_parts = keeps_inputs and len(pool.nodes) == len({i.device for i in pool.infos}) == 1
+        self._nodes = set(pool.nodes) if self._shared or shares_parts else None
         settings = RunSettings(
             self._number, self._job.task_pass, worker, results, keeps_inputs, shares_parts
         )

@@ -122,6 +122,8 @@ class Run:
         self._merge_reports: list[MergeReport] = []
         self._get_seconds = 0.0
         self._failures: list[WorkerFailure] = []
+        self.environments: set[tuple[tuple[str, str], ...]] = set()
+        """Environments of the actors that have computed tasks or merges."""
         self._lost: list[int] = []
         """Tasks that were assigned again, each as often as that."""
         self._rerun_seconds = 0.0
@@ -205,7 +207,7 @@ class Run:
         actors = [actor for actor in self._calls.queues if actor.info is not None]
         for actor in actors:
             if closes or self._merges or actor.info is not None and actor.info.device != "cpu":
-                self._pool.abandon([actor.handle.forget.remote(closes)], actor)
+                self._pool.abandon({actor.handle.forget.remote(closes): actor})
         self._pool.has_stale_memory = closes and len(actors) < len(self._pool.infos)
 
     def _feed(self) -> None:
@@ -213,6 +215,8 @@ class Run:
         queues = self._calls.queues
         started = [actor for actor in queues if actor.info and self._outbox.reaches(actor.info)]
         if not started and all(actor.info for actor in queues):
+            if queues:  # all are on other hosts
+                raise MemoryNotSharedError("no worker is left on the host of shared memory")
             message = f"all {len(self._pool.actors)} workers failed; tasks "
             message += f"{sorted(set(self._tasks) - set(self._reports))} are not computed"
             for work, failures in self._attempts.most_common(1):
@@ -286,7 +290,9 @@ class Run:
 
     def _process(self, answer: Answer) -> None:
         """Accept an answer; an error of a task is raised, because a repetition would not help."""
-        work = answer.keys[0] if answer.keys else None
+        work, info = (answer.keys[0] if answer.keys else None), answer.actor.info
+        if work is not None and info is not None:
+            self.environments.add(info.environment)
         if answer.failure is not None:
             self._replace(answer)
         elif isinstance(work, _MergeBatch):
@@ -358,7 +364,7 @@ class Run:
         """Reassign the calls and the kept parts of a failed actor, and start a replacement.
 
         It starts none after ``max_attempts * num_workers`` failures, nor if no actor is up and this
-        one did not start in time.
+        one did not start in time, which counts as no failure: it may have had no room.
         """
         pending = [key for key in answer.keys if key is not None]
         lost = [call.task.index for work in pending if isinstance(work, list) for call in work]
@@ -366,7 +372,10 @@ class Run:
             if merge.owner in (None, answer.actor):  # otherwise it is merged now
                 lost += self._drop_parts(merge)
         pid, node = (None, None) if answer.info is None else answer.info[:2]
-        self._failures.append(WorkerFailure(pid, node, time.time(), self._repeat(lost)))
+        failure = WorkerFailure(pid, node, time.time(), self._repeat(lost))
+        is_late = answer.info is None and isinstance(answer.failure, TimeoutError)
+        if not is_late:
+            self._failures.append(failure)
         most = self._pool.retry_policy.max_attempts
         for work in answer.keys[:1]:  # an actor computes in order, so only the first was running
             if work is None:
@@ -379,9 +388,8 @@ class Run:
                 raise TaskFailedError(
                     f"{_name_of(worst)} was running on {most} workers when they failed or hung"
                 ) from answer.failure
-        is_late = answer.info is None and isinstance(answer.failure, TimeoutError)
-        may_start = not is_late or any(actor.info for actor in self._calls.queues)
-        if may_start and len(self._failures) < most * len(self._pool.actors):
+        is_up = any(actor.info for actor in self._calls.queues)
+        if is_up if is_late else len(self._failures) < most * len(self._pool.actors):
             self._calls.refill()
 
     def _repeat(self, indices: Iterable[int]) -> tuple[int, ...]:
