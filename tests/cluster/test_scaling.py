@@ -159,3 +159,24 @@ def test_workers_that_are_too_many_end_after_the_call(ray_session, tensors, expe
         shards = cluster.shard(*tensors)
         cluster.attention(shards, is_causal=True, verify=True)
         assert len(shards.shapes) == 3
+
+
+def test_sharded_sequences_keep_their_workers(ray_session, tmp_path, tensors):
+    """One that waits for a call during which the cluster is scaled, and one that was lost."""
+    struck = []
+
+    def scale_once(done, total):
+        if not struck:
+            struck.append(time.sleep(1))  # the other thread has come to wait
+            cluster.scale(1)
+
+    with noting(tmp_path, 3) as cluster:
+        cluster.submit(*tensors, num_tasks=NUM_TASKS, progress=scale_once)
+        shards = cluster.shard(*tensors)
+        assert len(shards.shapes) == 3 and are_equal(shards.to_local(), tensors)
+        output = cluster.attention(shards, is_causal=True)
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        shards = shards.map(lambda query, key, value: query + 1)
+        with pytest.raises(ValueError, match="got 2"):
+            cluster.scale(1)
+        assert output.to_local().shape == tensors[0].shape and "3 workers" in repr(cluster)

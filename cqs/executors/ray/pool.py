@@ -415,7 +415,7 @@ class Calls:
         except errors.RayTaskError as error:
             raised = error.cause
             with suppress(Exception):  # some exceptions have read-only attributes
-                raised.__cause__ = error
+                raised.__cause__ = error.with_traceback(None)  # frames refer to sequences
         except errors.UnserializableException as error:
             raised = error
         except errors.RayError as error:  # the actor, its host or the result is lost
