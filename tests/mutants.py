@@ -670,8 +670,7 @@ FAULTS = (
         "problem/dropout.py",
         "batches = self.first_batch + torch.arange(like.shape[0], device=device)",
         "batches = self.first_batch + 0 * torch.arange(like.shape[0], device=device)",
-        "test_dropout.py::test_masks_are_those_of_the_published_generator; "
-        "test_dropout.py::test_the_mask_knows_batch_and_head_apart",
+        "test_dropout.py::test_masks_are_those_of_the_published_generator",
     ),
     Fault(
         "dropout of a step counts queries from its first",
@@ -693,7 +692,7 @@ FAULTS = (
         "problem/dropout.py",
         "streams = _draw(self.seed, torch.arange(3, device=device))",
         "streams = _draw(0, torch.arange(3, device=device))",
-        "test_dropout.py::test_another_seed_drops_other_pairs",
+        "test_dropout.py::test_masks_are_those_of_the_published_generator",
     ),
     # Workers and kernels.
     Fault(
@@ -758,7 +757,7 @@ FAULTS = (
         "worker/reference.py",
         "masked_out = (~masked_out).triu(1)",
         "masked_out = (~masked_out).triu(2)",
-        "worker/test_reference.py",
+        "worker/test_backends.py::test_one_call_is_right",
     ),
     Fault(
         "gradients of the reference forget the sum of a row",
@@ -1002,7 +1001,7 @@ FAULTS = (
         "executors/streaming/engine.py",
         "worker.dropout.moved(block.batch, block.heads.start)",
         "worker.dropout.moved(0, block.heads.start)",
-        "streaming/test_streaming.py::test_patterns_and_dropout_are_those_of_one_call",
+        "test_matrix.py::test_every_pair_in_streaming",
     ),
     Fault(
         "groups of heads have the first heads' sinks",
@@ -1459,7 +1458,7 @@ FAULTS = (
         "commands/simulate.py",
         'given["latency"] = 1e-6 * options.latency',
         'given["latency"] = 1e-3 * options.latency',
-        "test_simulation.py::test_impossible_machines_are_refused",
+        "test_commands.py::test_impossible_options_are_refused_at_once",
     ),
     Fault(
         "an output may be a hard link of an input",

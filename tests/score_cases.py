@@ -153,8 +153,7 @@ def compute_by(call, problem, drawn, **options):
 
 
 def assert_equal(found, exact, tolerance=1e-9):
-    for got, want in zip(found, exact, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(list(found), list(exact), rtol=tolerance, atol=tolerance)
 
 
 def assert_tracks_definition(found, problem, drawn, slack):

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import torch
-from score_cases import options_of, with_gradients
-from support.exact import assert_tracks_exact, eager_output, exact_answer
+from score_cases import with_gradients
+from support.exact import assert_tracks_exact, attend, eager_output, exact_answer, tensors_of
 
-import cqs
 from cqs.patterns import (
     acsr,
     bigbird,
@@ -96,20 +95,18 @@ def with_pattern(case, name):
 
 def assert_gradients_right(problem, **options):
     """Compare gradients by :func:`cqs.attention` with float64; in the dtype of the problem."""
-    given = options_of(problem) | options
-
-    def changed(tensors):
-        return replace(problem, **dict(zip(("query", "key", "value"), tensors, strict=True)))
 
     def gradients(compute, dtype=problem.query.dtype):
-        tensors = [tensor.to(dtype) for tensor in (problem.query, problem.key, problem.value)]
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        return with_gradients(lambda *each: (compute(*each), None), leaves, [])[2:]
+        def attend_to(query, key, value):
+            return compute(replace(problem, query=query, key=key, value=value)), None
+
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors_of(problem)]
+        return with_gradients(attend_to, leaves, [])[2:]
 
     found = zip(
-        gradients(lambda *each: cqs.attention(*each, **given)),
-        gradients(lambda *each: eager_output(changed(each))),
-        gradients(lambda *each: exact_answer(changed(each)).output, torch.float64),
+        gradients(lambda each: attend(each, **options)[0]),
+        gradients(eager_output),
+        gradients(lambda each: exact_answer(each).output, torch.float64),
         strict=True,
     )
     for name, grads in zip(("grad_query", "grad_key", "grad_value"), found, strict=True):

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_cases import assert_gradients_right, random_bits
-from support.exact import (
-    assert_lse_tracks_exact,
-    assert_tracks_exact,
-    attend,
-    eager_output,
-    exact_answer,
-)
+from support.exact import assert_answers, attend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.cases import Case
@@ -75,10 +69,7 @@ class Cell(NamedTuple):
 
 
 def _forward(problem: Problem, backend: str) -> None:
-    output, lse = attend(problem, num_tasks=_WORKERS, backend=backend)
-    exact = exact_answer(problem)
-    assert_tracks_exact(output, eager_output(problem), exact.output)
-    assert_lse_tracks_exact(problem, lse, exact.lse)
+    assert_answers(problem, *attend(problem, num_tasks=_WORKERS, backend=backend))
 
 
 def _backward(problem: Problem, backend: str) -> None:
@@ -93,9 +84,8 @@ def _both(problem: Problem, backend: str) -> None:
 def _causal(problem: Problem, backend: str) -> None:
     """Ask with ``is_causal``; judge by the intersection."""
     asked = replace(problem, is_causal=True)
-    output, _ = attend(asked, num_tasks=_WORKERS, backend=backend)
     meant = replace(problem, pattern=problem.pattern & causal())
-    assert_tracks_exact(output, eager_output(meant), exact_answer(meant).output)
+    assert_answers(meant, *attend(asked, num_tasks=_WORKERS, backend=backend))
     assert_gradients_right(meant, num_tasks=_WORKERS, backend=backend)
 
 

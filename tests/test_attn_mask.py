@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cqs
 from cqs.patterns import sliding_window
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SHAPES = [(1, 40), (30, 40), (4, 30, 40), (2, 1, 1, 40), (2, 4, 30, 40), (2, 1, 30, 1)]
 
 
@@ -31,7 +32,6 @@ def draw_mask(shape, kind):
 @pytest.mark.parametrize("kind", ["bool", "bias", "holes"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_masks_equal_those_of_torch(shape, kind, in_graph):
-    torch._dynamo.reset()
     call = cqs.attention
     if in_graph:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -56,7 +56,6 @@ def test_arguments_by_position():
 
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_masks_are_intersected_with_patterns_and_added_to_scores(in_graph):
-    torch._dynamo.reset()
     call = torch.compile(cqs.attention, fullgraph=True, backend="aot_eager")
     call = call if in_graph else cqs.attention
     query, key, value = (each[:, :, :30] for each in operands())

@@ -1,6 +1,5 @@
 """Gradients against float64 autograd of the definition."""
 
-import gc
 import random
 import weakref
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from score_cases import Drawn, assert_tracks_definition, compute_by
+from support.references import kept_without_a_collection
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -172,28 +172,22 @@ def test_checkpoints_let_go_of_operands():
     ids=range(6),
 )
 def test_a_finished_call_keeps_no_tensor(attention, needs_gradients):
-    assert kept_without_a_collection(attention, needs_gradients) == []
+    assert kept_without_a_collection(finish_call, attention, needs_gradients) == []
 
 
 @pytest.mark.ray
 def test_a_finished_call_of_a_cluster_keeps_no_tensor(cluster):
-    assert kept_without_a_collection(partial(cluster.attention, num_tasks=7)) == []
+    attention = partial(cluster.attention, num_tasks=7)
+    assert kept_without_a_collection(finish_call, attention) == []
 
 
-def kept_without_a_collection(attention, needs_gradients=True):
-    """Return which tensors of a finished call still exist before a collection."""
-    gc.collect()
-    gc.disable()
-    try:
-        tensors = [torch.randn(1, 2, 40, 8, requires_grad=needs_gradients) for _ in range(3)]
-        output = attention(*tensors)
-        if needs_gradients:
-            output.sum().backward()
-        kept = [weakref.ref(tensor) for tensor in (*tensors, output)]
-        del tensors, output
-        return [name for name, tensor in zip("qkvo", kept, strict=True) if tensor() is not None]
-    finally:
-        gc.enable()
+def finish_call(attention, needs_gradients=True):
+    """Return the tensors of a call and of its backward pass."""
+    tensors = [torch.randn(1, 2, 40, 8, requires_grad=needs_gradients) for _ in range(3)]
+    output = attention(*tensors)
+    if needs_gradients:
+        output.sum().backward()
+    return dict(zip("qkvo", (*tensors, output), strict=True))
 
 
 def test_autocast_leaves_patterns_by_head_alone():

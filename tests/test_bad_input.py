@@ -147,7 +147,6 @@ BAD = [
     (attend(dropout_p=float("nan")), ValueError, r"dropout_p must be in \[0, 1\)"),
     (attend(dropout_p=0.5, seed=-1), ValueError, "seed must be at least 0"),
     (attend(dropout_p=0.5, seed=1.5), TypeError, "seed must be an integer"),
-    (attend(dropout_p=0.1, backend="cpu"), NotImplementedError, "'cpu'.*dropout"),
     # Plans.
     (plan(-1), ValueError, "seqlen_q must be at least 0, got -1"),
     (plan(5, -2), ValueError, "seqlen_kv must be at least 0, got -2"),
@@ -162,7 +161,6 @@ BAD = [
     (lambda: cqs.make_plan(70, num_tasks=7).task(7), ValueError, "index .* got 7"),
     (lambda: cqs.make_plan(70, num_tasks=7).task(-1), ValueError, r"range\(7\), got -1"),
     (plan(pattern="causal()"), TypeError, "pattern must be .*Pattern or None, got 'causal"),
-    (plan(pattern=causal), TypeError, "pattern must be .*Pattern or None, got <function"),
     (lambda: cqs.Plan.from_json("{}", 3), TypeError, "pattern must be .* None, got 3"),
     (plan(pattern=BY_HEAD), ValueError, "differs by head"),
     (plan(pattern=BY_HEAD, is_causal=True), ValueError, "differs by head"),
@@ -173,7 +171,6 @@ BAD = [
     (check([0, -1, 3]), ValueError, r"in range\(7\), got -1"),
     (check([0, True, 3]), TypeError, "must hold integers, got True"),
     (check([0, (1, 3)]), TypeError, r"must hold integers, got \(1, 3\)"),
-    (check([0, 1, 3], 8), ValueError, "modulo 8: no two elements differ by 4"),
     (lambda: load_interest_set(0), ValueError, "num_tasks .* got 0"),
     (check([0], 0), ValueError, "num_tasks must be at least 1, got 0"),
     (check([0], 10**400), ValueError, "num_tasks must be at most 262144, got "),

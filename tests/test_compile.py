@@ -3,6 +3,7 @@
 import gc
 from functools import partial
 from itertools import pairwise, starmap
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -35,31 +36,29 @@ from cqs.patterns import (
 from cqs.patterns.handle import _memories
 from cqs.scheduler import Grid2D, Hosts, Quorums
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 MASK = torch.arange(40)[:, None] - torch.arange(40) < 9
 WINDOW = sliding_window(5, 2)
 DOCUMENTS = documents([0, 13, 14, 40])
-CALLS = {
+CALLS_ANYWHERE = {
     "full": {},
-    "causal": {"is_causal": True, "num_tasks": 7},
+    "causal": {"is_causal": True},
     "window": {"pattern": sliding_window(7)},
-    "documents": {"pattern": DOCUMENTS, "is_causal": True, "num_tasks": 3},
-    "per-head": {"pattern": per_head([[WINDOW, WINDOW, causal(), DOCUMENTS]]), "num_tasks": 2},
+    "documents": {"pattern": DOCUMENTS, "is_causal": True},
+    "per-head": {"pattern": per_head([[WINDOW, WINDOW, causal(), DOCUMENTS]])},
     "dropout": {"dropout_p": 0.3},
     "dropout-seed": {"dropout_p": 0.3, "seed": 2**63 - 1, "pattern": WINDOW},
     "lse": {"return_lse": True, "scale": 0.7},
-    "quorums": {"num_tasks": 7, "plan": Quorums((0, 1, 3))},
-    "hosts": {"num_tasks": 6, "plan": Hosts(Grid2D(3, 1), 2)},
     "verified": {"verify": True, "is_causal": True, "backend": "reference"},
 }
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+"""Name -> options of calls in one process, or on ranks."""
+CALLS = CALLS_ANYWHERE | {
+    "causal tasks": {"is_causal": True, "num_tasks": 7},
+    "documents in tasks": {"pattern": DOCUMENTS, "num_tasks": 3},
+    "quorums": {"num_tasks": 7, "plan": Quorums((0, 1, 3))},
+    "hosts": {"num_tasks": 6, "plan": Hosts(Grid2D(3, 1), 2)},
+}
 
 
 def operands(tokens=40, dtype=torch.float32, batches=(2, 2, 2), head_dim=8, device="cpu"):
@@ -274,13 +273,8 @@ def test_activation_checkpointing(monkeypatch, options, is_saved, is_compiled):
         )
         return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
-    runs, run = [], LocalExecutor.run
-
-    def run_and_count(*args, **kwargs):
-        runs.append(1)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(LocalExecutor, "run", run_and_count)
+    run = create_autospec(LocalExecutor.run, side_effect=LocalExecutor.run)
+    monkeypatch.setattr(LocalExecutor, "run", run)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     chosen = {"context_fn": contexts} if is_saved else {}
 
@@ -297,7 +291,7 @@ def test_activation_checkpointing(monkeypatch, options, is_saved, is_compiled):
         for each in (attend, recomputed)
     ]
     assert_alike(*found)
-    assert len(runs) == 1 + (1 if is_saved else 2)
+    assert run.call_count == 1 + (1 if is_saved else 2)
 
 
 HANDLE, SEED = DOCUMENTS.handle, torch.tensor(5)

@@ -133,16 +133,6 @@ def test_pairs_are_dropped_as_if_by_chance(probability):
     check((rectangles * dropped[..., :-1, :-1]).mean(), both**2, rectangles.numel())
 
 
-def test_another_seed_drops_other_pairs():
-    like, tokens = torch.empty(1, 1, 0, 0), [range(256)]
-    dropouts = [Dropout(0.5, seed) for seed in range(8)]
-    kept = torch.stack([each.kept(each.random_bits(like, tokens, tokens)) for each in dropouts])
-    agreement = torch.stack(
-        [(kept[i] == kept[j]).double().mean() for i in range(8) for j in range(i)]
-    )
-    assert (agreement - 0.5).abs().max() < 5 * 0.5 / 256
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -150,16 +140,6 @@ def test_half_precision_on_a_gpu(head_dim, dtype):
     problem = Case("half", 777, 777, 8, 2, head_dim, is_causal=True).make(dtype, "cuda")
     output, _ = attend(problem, num_tasks=13, dropout_p=0.2, seed=9, verify=True)
     assert_as_defined(output, problem, dropout_p=0.2, seed=9)
-
-
-def test_the_mask_knows_batch_and_head_apart():
-    tokens = [range(64)]
-    dropout = Dropout(0.5, 1)
-    wide, narrow = (
-        dropout.kept(dropout.random_bits(torch.empty(shape), tokens, tokens))
-        for shape in ((2, 4, 0, 0), (2, 2, 0, 0))
-    )
-    assert torch.equal(wide[:, :2], narrow)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ PLAN = "cqs.make_plan(10**7, num_tasks=31, is_causal=True)"
 PATTERN = "cqs.patterns.strided(8).bind(10**9).count(range(9), range(9))"
 COST = "from cqs.scheduler import *; predict_cost(make_plan(10**7, num_tasks=8).task(0), "
 COST += "AttentionShape(8, 64))"
+SIMULATION = "from cqs.__main__ import main; main(['simulate', '--devices', '8,4096'])"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ COST += "AttentionShape(8, 64))"
         (f"{PLAN}.task(30).blocks", "cqs.scheduler.plan", "torch ray numpy"),
         (f"cqs.Plan.from_json({PLAN}.to_json())", "cqs.scheduler.plan", "torch ray numpy"),
         (COST, "cqs.scheduler.plan", "torch ray numpy"),
+        (SIMULATION, "cqs.commands.simulate", "torch ray numpy"),
         (PATTERN, "cqs.patterns", "torch ray triton matplotlib"),
         ("import cqs.plotting", "cqs.plotting.owners", "matplotlib numpy torch ray"),
     ],

@@ -4,6 +4,7 @@ import os
 import stat
 
 import pytest
+from support.files import files_up_to
 
 from cqs.files import replace_file
 
@@ -19,6 +20,8 @@ def test_a_file_is_the_old_one_until_the_new_one_is_complete(tmp_path):
     with pytest.raises(KeyboardInterrupt), replace_file(path) as partial:
         partial.write_text("th")
         raise KeyboardInterrupt
+    with files_up_to(3), pytest.raises(OSError, match="too large"), replace_file(path) as partial:
+        partial.write_text("three")
     assert path.read_text() == "two" and sorted(os.listdir(tmp_path)) == ["link", "trace.json"]
 
 

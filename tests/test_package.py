@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -51,18 +50,6 @@ def test_the_wheel_has_all_that_the_package_needs_and_nothing_else(built):
     others = r"test_|conftest|__pycache__|\.ipynb|\.jsonl|bench"
     strangers = [name for name in names if re.search(others, name)]
     assert not strangers
-
-
-def test_the_metadata_name_extras_command_and_licence(built):
-    files, project = files_of(built[1]), tomllib.loads((ROOT / "pyproject.toml").read_text())
-    info = f"cqs_attention-{cqs.__version__}.dist-info"
-    metadata = files[f"{info}/METADATA"].decode()
-    assert f"Version: {cqs.__version__}\n" in metadata
-    assert "License-Expression: Apache-2.0\n" in metadata
-    for extra in project["project"]["optional-dependencies"]:
-        assert f"Provides-Extra: {extra}\n" in metadata
-    assert (ROOT / "README.md").read_text() in metadata
-    assert b"cqs = cqs.__main__:main" in files[f"{info}/entry_points.txt"]
 
 
 def test_the_source_distribution_can_be_tested(built):

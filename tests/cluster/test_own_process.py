@@ -1,13 +1,9 @@
 """What needs a Ray of its own runs in a fresh process."""
 
-import atexit
 import contextlib
-import multiprocessing
 import os
 import pathlib
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,60 +14,48 @@ import pytest
 
 import cqs
 from cqs.executors.ray import session
-from cqs.executors.ray.session import private_folder
 
 pytestmark = pytest.mark.ray
 
 
-def make_context():
-    """Where processes are forked from one that has imported Ray and PyTorch, and used neither."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["benchmarks.cases", "cqs.executors.ray.actor", "psutil", "pytest", "ray"]
-    )
-    return context
-
-
-def run_script(script, folder, environment, connection):
-    """Run a script as ``python`` would, with its output in a file and ``connection`` to the test.
-
-    Starting with neither the settings of Ray nor the home directory of whoever runs the tests.
-    """
-    import ray
-
-    for name in [name for name in os.environ if name.startswith("RAY_")]:
-        del os.environ[name]
-    os.environ.update({"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", **environment})
-    ray._raylet.Config.initialize("")  # the environment is read again
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-    tempfile.tempdir = None
-    with open(folder / "output", "w") as output:
-        os.dup2(output.fileno(), sys.stdout.fileno())
-        os.dup2(output.fileno(), sys.stderr.fileno())
-    (folder / "script.py").write_text(textwrap.dedent(script))
-    runpy.run_path(str(folder / "script.py"), {"connection": connection}, "__main__")
-    atexit._run_exitfuncs()  # which multiprocessing leaves out
-
-
+@contextlib.contextmanager
 def start_python(script, folder, **environment):
-    """Start a script in a fresh process; return the process and a connection to the script."""
-    context, folder = make_context(), pathlib.Path(folder) / "home"
-    folder.mkdir()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_script, args=(script, folder, environment, theirs))
-    process.start()
-    theirs.close()
-    return process, ours
+    """Start a script in a fresh process, whose output is in ``folder / "output"``; kill it at last.
+
+    It has neither the settings of Ray nor the home directory of whoever runs the tests.
+    """
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    given |= {"HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open(folder / "output", "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env=given | {"RAY_USAGE_STATS_ENABLED": "0"} | environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(folder):
+    """Wait for the first line that a script prints, and return it."""
+    for _ in range(600):
+        if line := (folder / "output").read_text().partition("\n")[0]:
+            return line
+        time.sleep(0.1)
+    pytest.fail("nothing is printed")
 
 
 def run_python(script, folder, **environment):
     """Run a script in a fresh process; return what it printed."""
-    process, connection = start_python(script, folder, **environment)
-    with contextlib.closing(connection):
-        process.join(240)
-        process.kill()
-    printed = (pathlib.Path(folder) / "home" / "output").read_text()
-    assert process.exitcode == 0, printed
+    with start_python(script, folder, **environment) as process:
+        process.wait(240)
+    printed = (folder / "output").read_text()
+    assert process.returncode == 0, printed
     return printed
 
 
@@ -168,31 +152,29 @@ def test_the_environment_of_the_user_neither_weakens_it_nor_changes(tmp_path):
     assert "as before" in run_python(script, tmp_path, TMPDIR=str(long))
 
 
-def hold_folder(parent, connection):
-    tempfile.tempdir, session._REMOVAL_SECONDS = parent, 1
-    with private_folder() as folder:
-        connection.send(folder)
-        connection.poll(None)  # until the other end is closed
-
-
 @contextlib.contextmanager
-def holder_of_folder(short_folder):
-    """A process that holds a private directory in short_folder, and the directory."""
-    context = make_context()
-    ours, theirs = context.Pipe()
-    holder = context.Process(target=hold_folder, args=(str(short_folder), theirs))
-    holder.start()
-    theirs.close()
-    with contextlib.closing(ours):
-        yield holder, ours.recv()
-    holder.join()
+def holder_of_folder(parent, home):
+    """A process that holds a private directory in ``parent``, and the directory."""
+    script = """
+        import sys
+        from cqs.executors.ray import session
+
+        session._REMOVAL_SECONDS = 1
+        with session.private_folder() as folder:
+            print(folder, flush=True)
+            sys.stdin.read()  # until the caller closes it
+    """
+    home.mkdir()
+    with start_python(script, home, TMPDIR=str(parent)) as holder:
+        yield holder, first_line(home)
+        holder.communicate(timeout=30)
 
 
-def test_the_directory_of_a_killed_process_is_removed_and_no_other(short_folder):
+def test_the_directory_of_a_killed_process_is_removed_and_no_other(short_folder, tmp_path):
     baseline = short_folder / f"{session._PREFIX}baseline"
     baseline.mkdir()
-    with holder_of_folder(short_folder) as (stopped, held):
-        with holder_of_folder(short_folder) as (killed, abandoned):
+    with holder_of_folder(short_folder, tmp_path / "one") as (stopped, held):
+        with holder_of_folder(short_folder, tmp_path / "other") as (killed, abandoned):
             os.makedirs(logs := os.path.join(abandoned, session._RAY_FOLDER, "logs"))
             os.kill(stopped.pid, signal.SIGSTOP)
             killed.kill()
@@ -255,11 +237,9 @@ def test_ray_ends_the_driver_if_its_gcs_server_is_killed(tmp_path):
         ray._private.worker._global_node.all_processes["gcs_server"][0].process.kill()
         cluster.close()
     """
-    driver, _connection = start_python(script, tmp_path)
-    driver.join(100)
-    driver.kill()
-    assert driver.exitcode == 1
-    assert "Traceback" not in (tmp_path / "home" / "output").read_text()
+    with start_python(script, tmp_path) as driver:
+        assert driver.wait(100) == 1
+    assert "Traceback" not in (tmp_path / "output").read_text()
 
 
 @pytest.mark.long
@@ -446,107 +426,44 @@ def test_a_second_cluster_raises_until_the_first_is_closed(tmp_path):
     assert run_python(script, tmp_path).count("raised") == 2
 
 
-@pytest.mark.long
-def test_no_cluster_at_an_address_is_named(tmp_path):
-    script = """
-        import cqs
-        for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "auto", "127.0.0.1:99999", "nowhere"):
-            try:
-                cqs.Cluster(num_workers=1, address=address)
-            except ValueError as error:
-                assert repr(address) in str(error), error
-                print("refused")
-    """
-    assert run_python(script, tmp_path).count("refused") == 5
-
-
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-@pytest.mark.parametrize("case", ["no server", "local"])
-def test_an_address_of_the_environment_without_a_cluster_is_named(monkeypatch, case, scheme):
-    """``RAY_ADDRESS`` of a cluster that was stopped or killed."""
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "127.0.0.1:99999", "nowhere", "local"])
+def test_no_cluster_at_an_address_is_named(monkeypatch, place, scheme):
+    """Given as an argument, or as ``RAY_ADDRESS`` of a cluster that was stopped or killed."""
     monkeypatch.setattr("cqs.executors.ray.session.is_connected", lambda: False)  # by other tests
-    with socket.create_server(("", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}" if case == "no server" else case
-    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}{address}")
-    with pytest.raises(ValueError, match="^address must be .*, got 'auto'"):
-        cqs.Cluster(num_workers=1, address="auto")
-
-
-@pytest.fixture
-def ray_client_address():
-    """Of a Ray head on the loopback interface with a server for Ray Client."""
-    pytest.importorskip("grpc")
-    with contextlib.ExitStack() as stack:
-        # one may not come up: another program may have taken its port meanwhile
-        yield next(filter(None, (stack.enter_context(ray_head()) for _ in range(3))))
-
-
-@contextlib.contextmanager
-def ray_head():
-    """Start a Ray head; yield its address for Ray Client, None if it does not answer."""
-    with socket.socket() as gcs, socket.socket() as server:
-        gcs.bind(("127.0.0.1", 0))
-        server.bind(("127.0.0.1", 0))
-        port, server_port = gcs.getsockname()[1], server.getsockname()[1]
-    environment = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "c" * 64,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or 127.0.0.1 would not be used on Linux
-    }
-    with private_folder() as folder:
-        command = f"""
-            -m ray.scripts.scripts start --head --block --node-ip-address 127.0.0.1
-            --port {port} --ray-client-server-port {server_port} --num-cpus 3
-            --min-worker-port 0 --max-worker-port 0 --include-dashboard false
-            --object-store-memory 200000000 --temp-dir {folder}
-        """
-        head = subprocess.Popen(
-            [sys.executable, *command.split()],
-            env=os.environ | environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield f"ray://127.0.0.1:{server_port}" if answers(server_port, head) else None
-        finally:
-            head.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                head.wait(30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(head.pid, signal.SIGKILL)
-
-
-def answers(port, process):
-    """Whether a process begins to listen within a minute."""
-    for _ in range(300):
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return True
-        if process.poll() is not None:
-            return False
-        time.sleep(0.2)
-    return False
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}{place}")
+    for address in ("auto", f"{scheme}{place}"):
+        with pytest.raises(ValueError, match=f"^address must be .*, got '{address}'"):
+            cqs.Cluster(num_workers=1, address=address)
 
 
 @pytest.mark.long
-def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_client_address):
-    script = f"""
-        import os, signal, torch, cqs
+def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path):
+    pytest.importorskip("grpc")
+    script = """
+        import os, signal, socket, time, torch, cqs
+        from ray.cluster_utils import Cluster as Nodes
         from benchmarks.cases import Case
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        node = dict(num_cpus=3, object_store_memory=200 * 2**20, include_dashboard=False)
+        nodes = Nodes(initialize_head=True, head_node_args=node | {"ray_client_server_port": port})
 
         problem = Case("client", 3000, 3000, 8, 8, 64, is_causal=True).make()
         tensors = problem.query, problem.key, problem.value
         expected = cqs.attention(*tensors, is_causal=True, num_tasks=13)
-        for attempt in range(3):
+        for attempt in range(30):
             try:
-                cluster = cqs.Cluster(num_workers=2, address={ray_client_address!r})
+                cluster = cqs.Cluster(num_workers=2, address=f"ray://127.0.0.1:{port}")
                 break
             except ValueError as error:  # Ray's proxy gives its servers little time to start
                 faults = "Starting Ray client server failed", "Initialization failure from server"
-                if attempt == 2 or not any(fault in str(error) for fault in faults):
+                faults += ("Connection refused",)
+                if attempt == 29 or not any(fault in str(error) for fault in faults):
                     raise
+                time.sleep(1)
         with cluster:
             results = []
 
@@ -566,6 +483,7 @@ def test_ray_client_gives_right_answers_and_survives_a_failure(tmp_path, ray_cli
                 print(error)
         import ray
         assert not ray.is_initialized()
+        nodes.shutdown()
     """
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "c" * 64}
     assert "requires CUDA tensors" in run_python(script, tmp_path, **environment)
@@ -682,12 +600,11 @@ def test_workers_end_with_a_driver_that_is_killed(tmp_path, call):
         with cqs.Cluster(num_workers=2) as cluster:
             tensors = [torch.randn(1, 8, 16384, 64) for _ in range(3)]
             sharded = cluster.shard(*(tensor[:, :, :64] for tensor in tensors))
-            connection.send(cluster.pids)
+            print(*cluster.pids, flush=True)
             {call}
     """
-    driver, connection = start_python(script, tmp_path)
-    with contextlib.closing(connection):
-        pids = connection.recv()
+    with start_python(script, tmp_path) as driver:
+        pids = first_line(tmp_path).split()
         assert len(pids) == 2
         time.sleep(1)  # it calls
         driver.kill()

@@ -178,18 +178,6 @@ def test_a_maker_that_raises_is_reported_with_its_rank_and_not_retried(cluster, 
     assert len(os.listdir(tmp_path)) == 4 and cluster.pids == pids
 
 
-def test_one_rank_that_fails_in_attention_ends_the_others(cluster):
-    """Only one shard has another head_dim: its rank fails, and the group goes on."""
-    sharded = cluster.make_sharded(make)
-    expected = cluster.attention(sharded).to_local()
-    odd = cluster.make_sharded(
-        lambda rank, num_ranks: [torch.ones(1, 4, 5, 8 if rank == 3 else 16)] * 3
-    )
-    with pytest.raises(ValueError, match="rank 3 of the group has head_dim 8, rank 0 has 16"):
-        cluster.attention(odd)
-    assert torch.equal(cluster.attention(sharded).to_local(), expected)
-
-
 def test_wrong_arguments_are_named(cluster, pair):
     """Options that no cluster has are refused in test_matrix.py."""
     sharded, (query, key, _) = cluster.make_sharded(make), whole()

@@ -14,26 +14,17 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 import cqs.distributed
-from cqs.patterns import causal, documents, per_head, sliding_window
+from cqs.patterns import documents, sliding_window
 from cqs.patterns.handle import _memories
 from cqs.scheduler import Grid2D
+from tests.test_compile import CALLS_ANYWHERE
 
 pytestmark = pytest.mark.slow
 
 SHAPES = ((2, 4), (2, 2), (2, 2))
-WINDOW, DOCUMENTS = sliding_window(5, 2), documents([0, 13, 14, 40])
-CALLS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"pattern": sliding_window(7)},
-    "documents": {"pattern": DOCUMENTS, "is_causal": True},
-    "per-head": {"pattern": per_head([[WINDOW, WINDOW, causal(), DOCUMENTS]])},
-    "dropout": {"dropout_p": 0.3},
-    "dropout-seed": {"dropout_p": 0.3, "seed": 7, "is_causal": True},
-    "lse": {"return_lse": True, "scale": 0.7},
+CALLS = CALLS_ANYWHERE | {
     "plan": {"plan": Grid2D(1, 1), "head_parallel": 2, "num_chunks": 1, "links": (1e9, 1e-5)},
     "max_bytes": {"max_bytes": 60_000, "is_causal": True},
-    "verified": {"verify": True, "backend": "reference"},
 }
 
 

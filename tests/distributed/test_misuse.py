@@ -1,9 +1,7 @@
 """What callers must not do is an error on every rank, soon, and never a wrong result."""
 
-import gc
 import threading
 import time
-import weakref
 from datetime import timedelta
 from functools import partial
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import ShardedProblem, as_dtensor, complaint, even_cuts, raised
+from support.references import kept_without_a_collection
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -169,27 +168,19 @@ def test_a_rank_that_does_not_call_is_not_waited_for_beyond_the_timeout(ranks):
         assert error is RuntimeError and "a rank of the group has failed" in text
 
 
-def kept_without_a_collection(group):
-    """Return which tensors and groups of a finished call still exist before a collection."""
-    gc.collect()
-    gc.disable()
-    try:
-        made = dist.new_group()
-        tensors = [torch.randn(1, 4, 5, 16).requires_grad_() for _ in range(3)]
-        output = cqs.distributed.attention(*tensors, group=made, is_causal=True)
-        output.sum().backward()
-        kept = {"output": output, "query": tensors[0], "group": made}
-        references = {name: weakref.ref(each) for name, each in kept.items()}
-        dist.destroy_process_group(made)
-        del tensors, output, made, kept
-        return [name for name, reference in references.items() if reference() is not None]
-    finally:
-        gc.enable()
+def finish_call(group):
+    """Return a tensor, the output and the group of a call and its backward pass."""
+    made = dist.new_group()
+    tensors = [torch.randn(1, 4, 5, 16).requires_grad_() for _ in range(3)]
+    output = cqs.distributed.attention(*tensors, group=made, is_causal=True)
+    output.sum().backward()
+    dist.destroy_process_group(made)
+    return {"output": output, "query": tensors[0], "group": made}
 
 
 def test_a_finished_call_keeps_neither_tensors_nor_its_group(ranks):
     """Threads of a group that is destroyed late abort the interpreter as it exits."""
-    assert ranks.run(8, kept_without_a_collection) == [[]] * 8
+    assert ranks.run(8, partial(kept_without_a_collection, finish_call)) == [[]] * 8
 
 
 def as_fake(tensor, group):

@@ -9,16 +9,9 @@ from cqs.executors.operators import handle_of, read_pattern
 from cqs.integrations.transformers import register
 from cqs.patterns import causal, documents, sliding_window
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 register()
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make(family):

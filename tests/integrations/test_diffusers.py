@@ -117,12 +117,6 @@ def test_options_equal_native():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_autocast_computes_in_its_dtype():
-    tensors = [torch.randn(1, 9, 2, 8) for _ in range(3)]
-    with torch.autocast("cpu", torch.bfloat16), attention_backend("cqs"):
-        assert dispatch_attention_fn(*tensors).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("mask", "options", "error", "message"),
     [

@@ -51,8 +51,7 @@ def by_torch(*tensors, **options):
 
 
 def check(found, expected):
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(tuple(found), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -91,18 +90,6 @@ def test_blocks_count_whatever_the_mask_function_says():
     scores = (query @ key.mT / 4).masked_fill(block[:, None] != block, -torch.inf)
     found = cqs.flex_attention(query, key, value, block_mask=mask, num_tasks=3, return_lse=True)
     check(found, (scores.softmax(-1) @ value, scores.logsumexp(-1)))
-
-
-def test_gradients_through_a_block_mask():
-    tensors = [each.requires_grad_() for each in operands()]
-    mask = block_mask(up_to)
-    output = cqs.flex_attention(*tensors, block_mask=mask, num_tasks=5)
-    expected = cqs.attention(*tensors, pattern=causal())
-    grad_output = torch.randn_like(output)
-    check(
-        torch.autograd.grad(output, tensors, grad_output),
-        torch.autograd.grad(expected, tensors, grad_output),
-    )
 
 
 def test_a_compiled_function_computes_the_same():

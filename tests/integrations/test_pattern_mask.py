@@ -52,16 +52,12 @@ READS = {
     "keys": lambda mask: mask[:, :, :, :3],
     "last query": lambda mask: mask[:, :, -1:, :],
     "expand": lambda mask: mask.expand(-1, 4, -1, -1),
-    "repeat": lambda mask: mask.repeat(1, 4, 1, 1).reshape(-1, 5, 5),
     "float": lambda mask: mask.to(torch.float16),
     "not": lambda mask: ~mask,
     "and": lambda mask: (torch.arange(5) < 3) & mask,
     "cat": lambda mask: torch.cat([mask, torch.ones_like(mask)], dim=-1),
-    "where": lambda mask: torch.where(mask, SCORES, -1.0),
-    "masked_fill": lambda mask: SCORES.masked_fill(~mask, -1.0),
     "bias": lambda mask: SCORES + torch.where(mask, 0.0, -torch.inf),
     "count": lambda mask: mask + torch.ones(5, dtype=torch.int32),
-    "any": lambda mask: mask.any(-1),
     "sdpa": lambda mask: torch.nn.functional.scaled_dot_product_attention(
         SCORES, SCORES, SCORES, attn_mask=mask
     ),

@@ -204,7 +204,8 @@ def test_a_decoder_may_be_asked_to_look_both_ways():
     model = make_model("Llama")
     batch = BATCHES["whole"]()
     check(model, batch | {"is_causal": False})
-    assert_differs(passes(model, **batch, is_causal=False), passes(model, **batch))
+    both_ways = passes(model, **batch, is_causal=False)["output"]
+    assert (both_ways - passes(model, **batch)["output"]).abs().max() > 1e-3
 
 
 def test_lengths_of_packed_sequences_are_honoured():
@@ -243,32 +244,6 @@ def test_dropout_is_that_of_cqs():
     torch.manual_seed(5)
     expected = cqs.attention(query, key, value, is_causal=True, dropout_p=0.4)
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-6)
-
-
-def test_training_with_dropout_and_checkpoints_has_the_gradients_of_what_it_computed():
-    model = with_attention(make_model("Llama", attention_dropout=0.3), "cqs").train()
-    torch.manual_seed(3)
-    expected = passes(model, input_ids=tiny_models.token_ids(), use_cache=False)
-    model.activation_checkpointing_enable()
-    torch.manual_seed(3)
-    found = passes(model, input_ids=tiny_models.token_ids(), use_cache=False)
-    assert_alike(found, expected)
-    assert_differs(expected, passes(model.eval(), input_ids=tiny_models.token_ids()))
-
-
-def assert_differs(found, other):
-    assert (found["output"] - other["output"]).abs().max() > 1e-3
-
-
-def test_autocast_lowers_the_precision_of_attention():
-    model = make_model("Qwen2").float()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = (
-            passes(with_attention(model, name), **BATCHES["whole"]()) for name in ("sdpa", "cqs")
-        )
-    assert found["output"].dtype == torch.bfloat16
-    error = (found["output"] - expected["output"]).float().norm()
-    assert error < 0.02 * expected["output"].float().norm()
 
 
 @pytest.mark.gpu

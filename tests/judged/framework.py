@@ -27,11 +27,6 @@ REFUSALS = (
     (TypeError, r"^\w+\(\) does not support (\w+): ", r"\1"),
     (TypeError, r"^flex_attention\(\) got an unexpected keyword argument '(prob_mod)'", r"\1"),
     (NotImplementedError, r" of layer \d+: (\w+) is not supported$", r"\1"),
-    (
-        ValueError,
-        r"(?:^|of layer \d+: )mask must be boolean, or 0 and at most -10,000, got ",
-        "bias",
-    ),
 )
 """Errors by which cqs rejects an option: type, pattern of the message, name of the option."""
 

@@ -13,9 +13,8 @@ from cqs.partial import Gradients
 from cqs.report.drivers import LocalDriver, RayDriver
 from cqs.report.exact import verify_gradients
 from cqs.report.findings import find
-from cqs.report.measurement import append_rows, read_rows
 from cqs.report.passes import MeasuredPass
-from cqs.report.rows import PASSES, ScalingRow
+from cqs.report.rows import PASSES
 from cqs.report.settings import Settings
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -119,15 +118,6 @@ def test_what_sees_nothing_and_what_differs_by_head_is_refused():
     pattern = "per_head([[causal(), causal(), strided(2), causal()]])"
     with pytest.raises(NotImplementedError, match="pattern must be the same for all heads"):
         MeasuredPass(replace(SMALL, pattern=pattern), "forward")
-
-
-def test_rows_are_read_as_they_were_written(tmp_path):
-    rows, path = [*make_rows((1, 7)), *make_rows((1,), passes="backward")], tmp_path / "rows.jsonl"
-    append_rows(rows, str(path))
-    assert read_rows(path, lambda row: [ScalingRow(**row)]) == rows
-    path.write_text('{"tokens": 3}\n')
-    with pytest.raises(ValueError, match="rows.jsonl', line 1"):
-        read_rows(path, lambda row: [ScalingRow(**row)])
 
 
 @pytest.mark.ray

@@ -51,20 +51,6 @@ def test_too_many_tasks_are_rejected_at_once(num_tasks):
         make_plan(70, num_tasks=num_tasks, pattern=causal())
 
 
-@KINDS
-@pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 13, 50])
-@pytest.mark.parametrize("lengths", [(0, 0), (5, 5), (100, 100), (30, 99), (99, 30)], ids=str)
-def test_groups_tile_the_sequence_evenly(lengths, num_tasks, is_causal):
-    seqlen_q, seqlen_kv = lengths
-    plan = make_plan(seqlen_q, seqlen_kv, num_tasks=num_tasks, is_causal=is_causal)
-    assert len(plan.token_groups) == num_tasks
-    assert [q for group in plan.token_groups for q in group] == list(range(seqlen_q))
-    assert [k for group in plan.key_groups for k in group] == list(range(seqlen_kv))
-    blind = max(seqlen_q - seqlen_kv, 0) if is_causal else 0
-    sizes = [len(range(max(group.start, blind), group.stop)) for group in plan.token_groups]
-    assert max(sizes) - min(sizes) <= 1
-
-
 @pytest.mark.parametrize("num_tasks", range(1, 40))
 def test_a_task_holds_the_groups_of_its_quorum(num_tasks):
     plan = make_plan(100 * num_tasks, num_tasks=num_tasks)

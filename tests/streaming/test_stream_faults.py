@@ -35,17 +35,6 @@ def test_a_query_may_be_learned_while_the_rest_is_given(tensors, maps):
             cqs.streaming.attention(leaves[0], elsewhere, value, **BOTH_WAYS)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "batch", "is_causal"), [((0, 5), 1, True), ((5, 0), 1, False), ((0, 0), 0, True)]
-)
-def test_no_queries_or_keys_give_what_one_call_gives(lengths, batch, is_causal):
-    query, key = (torch.randn(batch, 2, length, 16) for length in lengths)
-    options = {"is_causal": is_causal, "return_lse": True}
-    within = cqs.streaming.attention(query, key, key, **WITHIN, **options, verify=True)
-    for found, expected in zip(within, cqs.attention(query, key, key, **options), strict=True):
-        assert torch.equal(found, expected)
-
-
 def damaged(change):
     entry = {"dtype": "F32", "shape": list(SHAPE), "data_offsets": [0, 4 * 300 * 32]} | change
     header = json.dumps({"query": entry}).encode()

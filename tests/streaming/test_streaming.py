@@ -27,7 +27,7 @@ import cqs
 from benchmarks.cases import CASES
 from cqs.executors.streaming import engine, transfers
 from cqs.executors.streaming.budget import parse_budget
-from cqs.patterns import global_tokens, sliding_window
+from cqs.patterns import sliding_window
 from cqs.scheduler.machines import MACHINES
 from cqs.streaming import InFile, OnDemand, Pass, Resumable, make_stream_plan, open_tensor
 from cqs.worker import BACKENDS
@@ -86,24 +86,6 @@ def test_every_dtype_tracks_exact_with_gradients(device, dtype, is_pinned):
     output, _, *gradients = compute(least(compute, "memory_budget"))
     assert all(each.dtype == dtype and each.device.type == "cpu" for each in gradients)
     assert_tracks_definition((output, None, *gradients), problem, drawn, slack=4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_patterns_and_dropout_are_those_of_one_call(device, is_causal):
-    problem = CASES[7].make(torch.float64)
-    options = {
-        "is_causal": is_causal,
-        "pattern": sliding_window(60, 20) | global_tokens(3),
-        "dropout_p": 0.3,
-        "seed": 7,
-    }
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors_of(problem)]
-    attend = partial(cqs.streaming.attention, *leaves, **options, device=device)
-    budget = least(attend, "memory_budget")
-    outputs = cqs.attention(*leaves, **options), attend(memory_budget=budget)
-    results = [[each, *torch.autograd.grad(each.sin().sum(), leaves)] for each in outputs]
-    torch.testing.assert_close(*results, atol=1e-10, rtol=0)
 
 
 @pytest.mark.gpu
@@ -375,8 +357,7 @@ def test_pieces_of_pinned_memory_take_turns(
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(torch.tensor(out), expected.detach(), atol=1e-6, rtol=1e-5)
     gradients = [torch.autograd.grad(each.sin().sum(), leaves) for each in (output, expected)]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
 def test_a_budget_below_that_of_the_backward_pass_is_refused_before_the_forward_pass():

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from score_cases import define, options_of, tensors_of
+from score_cases import define, gradient_of_output, options_of, tensors_of, with_gradients
 from support.exact import assert_tracks_exact
 
 import cqs
@@ -79,32 +79,19 @@ def draw_scores(generator, problem, *, has_bias=True):
     )
 
 
-def gradient_of(output):
-    """A random gradient of the output, equal in every dtype."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(output.shape, generator=generator).bfloat16().to(output)
-
-
-def with_gradients(compute, tensors):
-    """Output, LSE, and the gradients of the tensors."""
-    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
-    output, lse = compute(*tensors)
-    gradients = torch.autograd.grad(output, tensors, gradient_of(output))
-    return [output.detach(), lse.detach(), *gradients]
-
-
 def by_definition(problem, scores, dtype=None):
     """Output, LSE and gradients, in a dtype; the default is that of the problem."""
 
     def compute(query, key, value):
         return define(replace(problem, query=query, key=key, value=value), scores)
 
-    return with_gradients(compute, [tensor.to(dtype) for tensor in tensors_of(problem)])
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors_of(problem)]
+    return with_gradients(compute, leaves, [])
 
 
 def by_cqs(problem, backend="triton", **options):
     options |= options_of(problem) | {"return_lse": True, "backend": backend}
-    return with_gradients(partial(cqs.attention, **options), tensors_of(problem))
+    return with_gradients(partial(cqs.attention, **options), tensors_of(problem), [])
 
 
 def assert_right(actual, problem, scores):
@@ -163,7 +150,7 @@ def test_tasks_that_hold_several_ranges_are_right(device, backend, is_causal, pa
     problem = check_problem(*tensors, **options_of(problem), scores=scores)
     worker, whole = Worker.of(problem, backend), mask_of(problem)
     output, lse, *_ = by_definition(problem, scores, torch.float64)
-    answer = [output.to(dtype), lse.float()]
+    answer = [output.detach().to(dtype), lse.detach().float()]
     sums = [torch.zeros(t.shape, device=device) for t in tensors]
     num_apart = 0
     for task in problem.make_plan(7).tasks:
@@ -182,7 +169,7 @@ def test_tasks_that_hold_several_ranges_are_right(device, backend, is_causal, pa
             torch.testing.assert_close(
                 part.lse, exact_lse[:, :, rows].float(), rtol=3e-6, atol=1e-4
             )
-        held += [hold(t, task.held_queries) for t in (gradient_of(answer[0]), *answer)]
+        held += [hold(t, task.held_queries) for t in (gradient_of_output(answer[0]), *answer)]
         gradients = worker.run_backward(task.steps, *held)
         for total, gradient, ranges in zip(sums, gradients, sides, strict=True):
             first = 0

@@ -11,7 +11,6 @@ from benchmarks.memory import measure_task
 from cqs.partial import Partial
 from cqs.patterns import causal, dilated, fixed, from_mask, longformer, sliding_window, strided
 from cqs.problem.dropout import Dropout
-from cqs.report.passes import hold
 from cqs.scheduler import predict_cost
 from cqs.worker import BACKENDS, HeldTokens, Worker
 
@@ -38,11 +37,6 @@ def make_for(backend, case, dtype=torch.float32, device="cpu"):
     if reason := BACKENDS[backend].why_not(*tensors_of(problem)):
         pytest.skip(reason)
     return problem
-
-
-def hold_only_needed(problem, task):
-    ranges = task.held_queries, task.held_keys, task.held_keys
-    return list(map(hold, tensors_of(problem), ranges))
 
 
 @pytest.mark.sample(9)
