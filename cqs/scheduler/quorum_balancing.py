@@ -108,8 +108,7 @@ class QuorumBalancer(Balancer):
             within_quorums: Whether a strip may move only to tasks whose quorums hold both groups.
         """
         live_pairs = self._live_pairs
-        givers = [index for index, total in enumerate(live_pairs) if total > self._limit]
-        for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
+        for giver in sorted(range(self.num_tasks), key=lambda giver: -live_pairs[giver]):
             while live_pairs[giver] > self._limit:
                 moves = self._find_moves(giver, least, within_quorums)
                 if not moves:

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
-from cqs.scheduler.quorum import owner_offsets, shared_pair
+from cqs.scheduler.quorum import owned_pairs, shared_pair
 from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
@@ -41,10 +41,8 @@ class Quorums:
         """Largest number of groups of which a task reads queries, and keys."""
         return len(self.interest_set), len(self.interest_set)
 
-    @property
-    def busiest(self) -> float:
-        """Live pairs of the busiest task of a causal plan, relative to the mean."""
-        return 1.0
+    busiest: ClassVar[float] = 1.0
+    """Live pairs of the busiest task of a causal plan, relative to the mean."""
 
     def near(self, num_tasks: int, per_host: float) -> tuple[float, float]:
         """Return how many groups of queries, and of keys, a task reads of its own host.
@@ -82,12 +80,10 @@ class Quorums:
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
         """Return the steps of a task without a pattern; two tasks share pairs W/2 apart."""
-        num_tasks, seen = groups.number, defaultdict[int, list[int]](list)
-        for distance, owners in owner_offsets(self.interest_set, num_tasks).items():
-            if len(owners) == 1:
-                group = (owners[0] + index) % num_tasks
-                seen[group].append((group + distance) % num_tasks)
-        pair = shared_pair(index, self.interest_set, num_tasks)
+        seen = defaultdict[int, list[int]](list)
+        for group, partner in owned_pairs(index, self.interest_set, groups.number):
+            seen[group].append(partner)
+        pair = shared_pair(index, self.interest_set, groups.number)
         steps = []
         for group in sorted({*seen, *(pair or ())}):
             rows, partners = groups.queries[group], seen[group]
