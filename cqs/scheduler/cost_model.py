@@ -101,12 +101,7 @@ def predict_plan(
     merges = not is_final(kind)
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
-        num_devices,
-        head_parallel,
-        num_chunks,
-        is_backward=is_backward,
-        kind=kind,
-        machine=machine,
+        num_devices, head_parallel, num_chunks, is_backward=is_backward, kind=kind, machine=machine
     )
 
     # For each task, token groups: of queries and of keys that it reads, that send results for its
