@@ -174,11 +174,9 @@ def _reference_bytes(step: Step, shape: AttentionShape) -> int:
     num_queries = len(step.queries)
     num_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
     pairs = shape.num_heads * num_queries * num_keys
-    converted = shape.num_heads * num_queries * shape.value_columns
-    if shape.sums_apart:
-        converted += shape.kv_heads * num_keys * shape.value_columns
-    if shape.num_heads > shape.kv_heads:
-        converted += shape.num_heads * num_keys * shape.value_columns
+    value_heads = shape.kv_heads * shape.sums_apart
+    value_heads += shape.num_heads * (shape.num_heads > shape.kv_heads)
+    converted = (shape.num_heads * num_queries + value_heads * num_keys) * shape.value_columns
     mask = pairs if shape.has_dropout else 0
     return shape.batch * (
         2 * pairs * shape.sum_itemsize + mask + max(mask, converted * shape.sum_itemsize)
