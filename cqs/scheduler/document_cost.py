@@ -96,14 +96,13 @@ def _predict_pass(
     chunks = workload.num_chunks(
         degree * num_tasks, degree, is_backward=is_backward, kind="documents", machine=machine
     )
-    row, key = shape.query_bytes(1), shape.key_bytes(1)
     rows, keys = placement.moved
+    row_bytes, key_bytes = rows * shape.query_bytes(1), keys * shape.key_bytes(1)
 
     whole = workload.seconds(machine, is_backward=is_backward, calls=0)
     per_row = workload.seconds(machine, is_backward=is_backward) - whole
-    computed = rows.sum(axis=0)
-    compute = whole * loads / max(loads.sum(), 1) + per_row * computed / max(workload.tokens, 1)
-    compute = compute / degree
+    compute = whole * loads / max(loads.sum(), 1)
+    compute = (compute + per_row * rows.sum(axis=0) / max(workload.tokens, 1)) / degree
 
     per_node = machine.devices_per_node
     node = np.arange(num_tasks) * degree // per_node
@@ -121,13 +120,12 @@ def _predict_pass(
         )
         return np.array(list(map(machine.exchange, inside.tolist(), outside.tolist())))
 
-    row_bytes, moved_keys = rows * row, keys * key
-    inputs, outputs = row_bytes + moved_keys, row_bytes
+    inputs, outputs = row_bytes + key_bytes, row_bytes
     if is_backward:
         inputs, outputs = outputs, inputs
     send, send_back = exchange(inputs), exchange(outputs)
     seconds = np.maximum(compute, (chunks - 1) * (send + send_back)) + send + send_back
-    held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
+    held = (2 * row_bytes + key_bytes).sum(axis=0)
     moves = near + far
     received = (inputs * moves).sum(axis=0) + (outputs * moves).sum(axis=1)
     most = [float(costs.max()) for costs in (seconds, received, held)]
