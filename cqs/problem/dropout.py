@@ -100,8 +100,8 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
     """Return element ``number`` of the SplitMix64 sequence that starts at ``state``, int64.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. int64
-    arithmetic wraps around, as the unsigned arithmetic of the paper does; its constants less 2^64
-    are the same bits.
+    arithmetic wraps around, as the unsigned arithmetic of the paper does. The constants are those
+    of the paper reinterpreted as int64: 2^64 is subtracted from each.
     """
     # The sum is a new tensor, which the other operations change in place.
     z = (number + 1) * (0x9E3779B97F4A7C15 - 2**64) + state
