@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from cqs.scheduler.interest_sets import check_interest_set, list_elements, load_interest_set
-from cqs.scheduler.quorum import owned_pairs, shared_pair
+from cqs.scheduler.quorum import owner_offsets, shared_pair
 from cqs.scheduler.quorum_balancing import balance_quorums
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
@@ -80,10 +80,12 @@ class Quorums:
 
     def _steps(self, groups: TokenGroups, index: int) -> list[Step]:
         """Return the steps of a task without a pattern; two tasks share pairs W/2 apart."""
-        seen = defaultdict[int, list[int]](list)
-        for group, partner in owned_pairs(index, self.interest_set, groups.number):
-            seen[group].append(partner)
-        pair = shared_pair(index, self.interest_set, groups.number)
+        num_tasks, seen = groups.number, defaultdict[int, list[int]](list)
+        for distance, owners in owner_offsets(self.interest_set, num_tasks).items():
+            if len(owners) == 1:
+                group = (owners[0] + index) % num_tasks
+                seen[group].append((group + distance) % num_tasks)
+        pair = shared_pair(index, self.interest_set, num_tasks)
         steps = []
         for group in sorted({*seen, *(pair or ())}):
             rows, partners = groups.queries[group], seen[group]
