@@ -598,8 +598,8 @@ FAULTS = (
     Fault(
         "gradients of a bias of one row replace each other",
         "problem/score_terms.py",
-        "self.bias_sum[:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)",
-        "self.bias_sum[:, :, rows[:, None], columns] = gradient.sum_to_size(self.bias.shape)",
+        "terms.sums[0][:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)",
+        "terms.sums[0][:, :, rows[:, None], columns] = gradient.sum_to_size(self.bias.shape)",
         "test_matrix.py::test_every_pair_in_this_process",
     ),
     Fault(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import pairwise, starmap
 from typing import Any, Unpack
 
 import torch
@@ -67,13 +67,11 @@ class Problem:
     @property
     def requires_grad(self) -> bool:
         """Whether autograd records a call."""
-        return torch.is_grad_enabled() and (
-            self.query.requires_grad
-            or self.key.requires_grad
-            or self.value.requires_grad
-            or (self.sinks is not None and self.sinks.requires_grad)
-            or (self.terms is not None and bool(self.terms.leaves))
-        )
+        if not torch.is_grad_enabled():
+            return False
+        tensors = self.query, self.key, self.value, self.sinks
+        has_leaves = self.terms is not None and bool(self.terms.leaves)
+        return has_leaves or any(t is not None and t.requires_grad for t in tensors)
 
     @property
     def differs_by_head(self) -> bool:
@@ -120,16 +118,12 @@ class Problem:
                 yield (row, whole), (row, whole)
                 continue
             for heads in _runs(patterns[row.start or 0]):
-                first = heads.start
                 # GQA: a part is within one KV head, or consists of whole groups of query heads.
-                while first < (stop := heads.stop):
-                    if first % group_size:
-                        stop = min(stop, first + group_size - first % group_size)
-                    elif stop - first > group_size:
-                        stop -= stop % group_size
+                low = min(-(-heads.start // group_size) * group_size, heads.stop)
+                high = max(heads.stop // group_size * group_size, heads.start)
+                for first, stop in pairwise(sorted({heads.start, low, high, heads.stop})):
                     kv_heads = slice(first // group_size, -(-stop // group_size))
                     yield (row, slice(first, stop)), (row, kv_heads)
-                    first = stop
 
     @property
     def num_bytes(self) -> int:
@@ -273,9 +267,7 @@ def check_problem(
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    sinks = terms = None
-    if scores is not None:
-        sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
+    sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
     dropout_p, seed = options.get("dropout_p", 0.0), options.get("seed")
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:
@@ -311,10 +303,7 @@ def draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def _runs(values: Sequence[Any]) -> Iterator[slice]:
-    """Yield the slices of equal neighbours."""
-    first = 0
-    for _, alike in groupby(values):
-        stop = first + len(list(alike))
-        yield slice(first, stop)
-        first = stop
+def _runs(values: Sequence[Any]) -> list[slice]:
+    """Return the slices of equal neighbours."""
+    marks = [i for i in range(1, len(values)) if values[i] != values[i - 1]]
+    return list(starmap(slice, pairwise([0, *marks, len(values)])))

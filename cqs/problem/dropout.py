@@ -100,20 +100,16 @@ def _draw(state: Tensor | int, number: Tensor) -> Tensor:
     """Return element ``number`` of the SplitMix64 sequence that starts at ``state``, int64.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. int64
-    arithmetic wraps around, as the unsigned arithmetic of the paper does.
+    arithmetic wraps around, as the unsigned arithmetic of the paper does. The constants are those
+    of the paper reinterpreted as int64: 2^64 is subtracted from each.
     """
     # The sum is a new tensor, which the other operations change in place.
-    z = (number + 1) * _signed(0x9E3779B97F4A7C15) + state
-    z = z.bitwise_xor_(_shift(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    z = z.bitwise_xor_(_shift(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    z = (number + 1) * (0x9E3779B97F4A7C15 - 2**64) + state
+    z = z.bitwise_xor_(_shift(z, 30)).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    z = z.bitwise_xor_(_shift(z, 27)).mul_(0x94D049BB133111EB - 2**64)
     return z.bitwise_xor_(_shift(z, 31))
 
 
 def _shift(number: Tensor, bits: int) -> Tensor:
     """Shift right logically: zeros enter from the left."""
     return (number >> bits).bitwise_and_(2 ** (64 - bits) - 1)
-
-
-def _signed(number: int) -> int:
-    """Reinterpret an unsigned 64-bit integer as int64."""
-    return number - 2**64 if number >= 2**63 else number

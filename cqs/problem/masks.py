@@ -1,5 +1,6 @@
 """Which query-key pairs of a call attend: patterns, causal masks and ``attn_mask``."""
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -48,8 +49,7 @@ def add_mask(
             f"attn_mask must be boolean or None with scores.bias, got {attn_mask.dtype}: add it "
             "to the bias"
         )
-    rest = scores.sinks, scores.softcap, scores.alibi_slopes
-    return pattern, Scores(*rest, attn_mask, scores.score_mod)
+    return pattern, replace(scores, bias=attn_mask)
 
 
 @lru_cache(maxsize=64)

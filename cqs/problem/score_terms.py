@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from cqs.partial import lse_dtype
 from cqs.problem.tensors import positions_of
 from cqs.ranges import rows_of
+from cqs.scheduler.task import join_ranges
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of score, batch element, query head, query and key, as of PyTorch's FlexAttention."""
@@ -160,7 +161,7 @@ class ScoreTerms:
             return PairTerms(self, positions, bias)
         indices = zip(self.bias.shape[2:], (rows, columns), strict=True)
         places = [torch.arange(size, device=bias.device)[place] for size, place in indices]
-        return PairTerms(self, positions, bias, self.sums[0], tuple(places))
+        return PairTerms(self, positions, bias, tuple(places))
 
 
 class PairTerms(NamedTuple):
@@ -172,10 +173,8 @@ class PairTerms(NamedTuple):
     """Positions of queries and keys, int64; ``None`` if no term depends on them."""
     bias: Tensor | None = None
     """``[1 or batch, 1 or num_heads, 1 or queries, 1 or keys]``."""
-    bias_sum: Tensor | None = None
-    """Sum of the gradients of the whole bias held, if required."""
     places: tuple[Tensor, ...] = ()
-    """Rows and columns of ``bias_sum`` that are those of ``bias``, int64; none without sum."""
+    """Rows and columns of ``bias`` in the sum of its gradients, int64; empty without a sum."""
 
     def select(self, queries: Any, keys: slice = _ALL) -> "PairTerms":
         """Return the terms of some of the rows, a slice or int64 indices, and of some columns."""
@@ -277,15 +276,14 @@ class PairTerms(NamedTuple):
             gradient = grad_of(shifted if shifted is not capped else capped.clone())
         else:
             gradient = self._differentiate_mod(shifted, grad_of)
-        if self.bias is not None and self.bias_sum is not None:
+        if self.bias is not None and self.places:
             rows, columns = self.places
-            self.bias_sum[:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)
+            terms.sums[0][:, :, rows[:, None], columns] += gradient.sum_to_size(self.bias.shape)
         if terms.slopes_require_grad and terms.sums:
             total, (batch, num_heads, *_) = terms.sums[-1], gradient.shape
-            total = total.view(-1, total.shape[-1])
-            total = total[:, terms.first_head : terms.first_head + num_heads]
-            if len(total) > 1:
-                total = total[terms.first_batch : terms.first_batch + batch]
+            row = slice(terms.first_batch, terms.first_batch + batch)
+            heads = slice(terms.first_head, terms.first_head + num_heads)
+            total = select_heads(total.view(-1, total.shape[-1]), row, heads)
             total -= (gradient * self._apart(gradient.dtype)).sum((2, 3)).sum_to_size(total.shape)
         if terms.softcap:  # of masked pairs, the product may be NaN
             slopes = 1 - (capped / terms.softcap) ** 2
@@ -298,9 +296,8 @@ class PairTerms(NamedTuple):
         It must not run within an operator of PyTorch, where autograd is off.
         """
         terms, leaf = self.terms, scores.detach().requires_grad_()
-        captured = terms.captured if terms.sums else ()
-        if captured and terms.slopes_require_grad:
-            captured = captured[:-1]
+        number = len(terms.captured) - terms.slopes_require_grad
+        captured = terms.captured[:number] if terms.sums else ()
         with torch.enable_grad():
             modified = self._modified(leaf.clone())  # the function may write to it
             gradient = grad_of(modified.detach().clone())
@@ -329,7 +326,7 @@ class Reads(TorchFunctionMode):
         """Call the function for one pair, in the dtype of scores and on the device of ``like``."""
         super().__init__()
         self._read: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, Any] = {}
         self._modified: Tensor | None = None
 
         def function(*arguments: Tensor) -> Tensor:
@@ -349,8 +346,7 @@ class Reads(TorchFunctionMode):
         """Note the tensors that an operation reads, and those that it makes."""
         self._add((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        self._made.update((id(tensor), tensor) for tensor in made)
+        self._made.update((id(value), value) for value in tree_leaves(result))
         return result
 
     def _add(self, values: Any) -> None:
@@ -407,24 +403,17 @@ def _over_pairs(score_mod: ScoreMod) -> Callable[..., Tensor]:
             )
         return modified
 
-    over: tuple[tuple[int | None, ...], ...] = (
-        (0, None, None, None, 0),
-        (0, None, None, 0, None),
-        (0, None, 0, None, None),
-        (0, 0, None, None, None),
-    )
-    for dims in over:
+    for vector in (4, 3, 2, 1):  # keys are the innermost dimension, batch elements the outermost
+        dims: tuple[int | None, ...] = tuple(0 if i in (0, vector) else None for i in range(5))
         function = torch.vmap(function, dims)
     return function
 
 
 def select_heads(tensor: Tensor, row: slice, heads: slice) -> Tensor:
     """Return some batch elements and heads of a tensor, which may have one for all."""
-    row, heads = (
-        _ALL if size == 1 else wanted
-        for size, wanted in zip(tensor.shape, (row, heads), strict=False)
-    )
-    return tensor[row, heads]
+    if tensor.shape[0] != 1:
+        tensor = tensor[row]
+    return tensor if tensor.shape[1] == 1 else tensor[:, heads]
 
 
 def _take(tensor: Tensor, rows: Any, columns: Any) -> Tensor:
@@ -438,11 +427,6 @@ def _index(
     wanted: Sequence[range], held: Sequence[range] | None, device: torch.device
 ) -> "slice | Tensor":
     """Return the rows of positions in a tensor of held positions; ``None`` means all are held."""
-    if held is None:
-        if len(wanted) == 1:
-            return slice(wanted[0].start, wanted[0].stop)
-        return positions_of(wanted, device)
-    if tuple(wanted) == tuple(held):
-        return _ALL
-    rows = [rows_of(tokens, held) for tokens in wanted]
-    return slice(rows[0].start, rows[0].stop) if len(rows) == 1 else positions_of(rows, device)
+    rows = wanted if held is None else [rows_of(tokens, held) for tokens in wanted if tokens]
+    first, *others = join_ranges(rows) or [range(0)]
+    return positions_of([first, *others], device) if others else slice(first.start, first.stop)

@@ -146,18 +146,20 @@ def predict_cost(
 
 def _dense_bytes(task: Task, shape: AttentionShape, backend: str | None) -> int:
     """Return the peak bytes of a task without a pattern, excluding its inputs."""
-    sums_apart = shape.sums_apart and backend not in _MERGED_BY_A_KERNEL
-    sum_bytes = shape.value_columns * _LSE_ITEMSIZE if sums_apart else 0
+    has_sums = shape.sums_apart and backend not in _MERGED_BY_A_KERNEL
+    row_sums = shape.batch * shape.num_heads * shape.value_columns * _LSE_ITEMSIZE * has_sums
     returned = peak = 0
     for step in task.steps:
         results = shape.result_bytes(len(step.queries))
         returned += results
-        gathered = shape.key_bytes(sum(map(len, step.keys))) if _must_gather(step, task) else 0
-        sums = shape.batch * shape.num_heads * sum_bytes * len(step.queries)
+        # Keys of several held ranges are copied together.
+        is_held = len(step.keys) == 1 and any(contains(held, *step.keys) for held in task.held_keys)
+        gathered = 0 if is_held else shape.key_bytes(sum(map(len, step.keys)))
+        sums = row_sums * len(step.queries)
         merged = 2 * (results + sums) if step.keys and step.causal_keys else 0
-        beside = 0 if backend == "triton" else max(gathered, merged)
         if backend == "reference":
-            beside = max(gathered + _reference_bytes(step, shape), merged)
+            gathered += _reference_bytes(step, shape)
+        beside = 0 if backend == "triton" else max(gathered, merged)
         peak = max(peak, returned + beside)
     return peak
 
@@ -172,18 +174,10 @@ def _reference_bytes(step: Step, shape: AttentionShape) -> int:
     num_queries = len(step.queries)
     num_keys = max(sum(map(len, step.keys)), len(step.causal_keys or ()))
     pairs = shape.num_heads * num_queries * num_keys
-    converted = shape.num_heads * num_queries * shape.value_columns
-    if shape.sums_apart:
-        converted += shape.kv_heads * num_keys * shape.value_columns
-    if shape.num_heads > shape.kv_heads:
-        converted += shape.num_heads * num_keys * shape.value_columns
+    value_heads = shape.kv_heads * shape.sums_apart
+    value_heads += shape.num_heads * (shape.num_heads > shape.kv_heads)
+    converted = (shape.num_heads * num_queries + value_heads * num_keys) * shape.value_columns
     mask = pairs if shape.has_dropout else 0
     return shape.batch * (
         2 * pairs * shape.sum_itemsize + mask + max(mask, converted * shape.sum_itemsize)
     )
-
-
-def _must_gather(step: Step, task: Task) -> bool:
-    """Return whether the keys of a step must be copied together from several held ranges."""
-    is_held = len(step.keys) == 1 and any(contains(held, *step.keys) for held in task.held_keys)
-    return bool(step.keys) and not is_held

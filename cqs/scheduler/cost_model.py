@@ -101,12 +101,7 @@ def predict_plan(
     merges = not is_final(kind)
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     chunks = workload.num_chunks(
-        num_devices,
-        head_parallel,
-        num_chunks,
-        is_backward=is_backward,
-        kind=kind,
-        machine=machine,
+        num_devices, head_parallel, num_chunks, is_backward=is_backward, kind=kind, machine=machine
     )
 
     # For each task, token groups: of queries and of keys that it reads, that send results for its
@@ -198,11 +193,6 @@ def predict_ring(
         machine.exchange((near - 1) * swap, (head_parallel - near) * swap) for swap in swaps
     )
 
-    def hop(num_bytes: float) -> float:
-        """Return the seconds of one step of the ring, which are those of its slowest hop."""
-        crosses = num_devices > machine.devices_per_node
-        return machine.exchange(0, num_bytes) if crosses else machine.exchange(num_bytes)
-
     # Bytes that are sent during a step, and the number of such steps.
     hops = [(float(keys), num_steps - 1), (0.0, 1)]
     home = 0.0
@@ -212,8 +202,8 @@ def predict_ring(
     # Zig-zag: a step has half of the rows, or half of the keys.
     calls = 1 + (num_steps - 1) * (0.5 if workload.is_causal else 1)
     step = workload.seconds(machine, is_backward=is_backward, calls=calls) / num_devices / num_steps
-    seconds += sum(n * max(step, hop(num_bytes)) for num_bytes, n in hops)
-    seconds += hop(home)
+    seconds += sum(n * max(step, machine.hop(num_bytes, num_devices)) for num_bytes, n in hops)
+    seconds += machine.hop(home, num_devices)
 
     ring = 2 * keys + queries + query_sums if num_steps > 1 else queries
     packed = queries + keys if head_parallel > 1 else 0

@@ -54,15 +54,14 @@ def predict_documents(
     def predict(degree: int, tolerance: float) -> Prediction:
         held, key_held = (join_shards(lengths, degree) for lengths in (shards, key_shards))
         placement = place_documents(documents, held, key_held, tile, tolerance)
+        predict_pass = partial(_predict_pass, workload, placement, machine, degree)
         kind = Documents(held, key_held, tolerance)
-        return predict_passes(
-            partial(_predict_pass, workload, placement, machine, degree, kind), passes
-        )
+        return predict_passes(predict_pass, passes)._replace(kind=kind)
 
     balanced = workload.one_device_seconds(machine, passes) / len(shards)
-    chosen: Prediction | None = None
+    chosen = Prediction(math.inf, math.inf, math.inf)
     for degree in workload.list_degrees(len(shards), head_parallel):
-        if chosen is not None and chosen.seconds <= _MOST_TRAFFIC * balanced:
+        if chosen.seconds <= _MOST_TRAFFIC * balanced:
             break
         predict_with = partial(predict, degree)
         best = predict_with(Documents().tolerance)
@@ -70,9 +69,8 @@ def predict_documents(
             unmoved = predict_with(math.inf)
             if best.seconds > _MOST_BALANCING * unmoved.seconds:
                 best = min(*map(predict_with, _TOLERANCES), unmoved, key=lambda one: one.seconds)
-        if chosen is None or chosen.seconds > _MOST_TRAFFIC * best.seconds:
+        if chosen.seconds > _MOST_TRAFFIC * best.seconds:
             chosen = best
-    assert chosen is not None, "there is a degree of 1"
     return chosen
 
 
@@ -82,13 +80,7 @@ def join_shards(lengths: tuple[int, ...], number: int) -> tuple[int, ...]:
 
 
 def _predict_pass(
-    workload: Workload,
-    placement: Placement,
-    machine: Machine,
-    degree: int,
-    kind: Documents,
-    *,
-    is_backward: bool,
+    workload: Workload, placement: Placement, machine: Machine, degree: int, *, is_backward: bool
 ) -> Prediction:
     """Predict the costs of the devices that have the most of each.
 
@@ -97,22 +89,20 @@ def _predict_pass(
         placement: The tasks, each of ``degree`` devices.
         machine: Throughput and links of the devices.
         degree: Head-parallel degree.
-        kind: Kind of the plan.
         is_backward: Whether to predict the backward pass instead of the forward pass.
     """
     shape, loads = workload.part(degree), placement.live_pairs
     num_tasks = len(loads)
     chunks = workload.num_chunks(
-        degree * num_tasks, degree, is_backward=is_backward, kind=kind, machine=machine
+        degree * num_tasks, degree, is_backward=is_backward, kind="documents", machine=machine
     )
-    row, key = shape.query_bytes(1), shape.key_bytes(1)
     rows, keys = placement.moved
+    row_bytes, key_bytes = rows * shape.query_bytes(1), keys * shape.key_bytes(1)
 
     whole = workload.seconds(machine, is_backward=is_backward, calls=0)
     per_row = workload.seconds(machine, is_backward=is_backward) - whole
-    computed = rows.sum(axis=0)
-    compute = whole * loads / max(loads.sum(), 1) + per_row * computed / max(workload.tokens, 1)
-    compute = compute / degree
+    compute = whole * loads / max(loads.sum(), 1)
+    compute = (compute + per_row * rows.sum(axis=0) / max(workload.tokens, 1)) / degree
 
     per_node = machine.devices_per_node
     node = np.arange(num_tasks) * degree // per_node
@@ -130,14 +120,13 @@ def _predict_pass(
         )
         return np.array(list(map(machine.exchange, inside.tolist(), outside.tolist())))
 
-    row_bytes, moved_keys = rows * row, keys * key
-    inputs, outputs = row_bytes + moved_keys, row_bytes
+    inputs, outputs = row_bytes + key_bytes, row_bytes
     if is_backward:
         inputs, outputs = outputs, inputs
     send, send_back = exchange(inputs), exchange(outputs)
     seconds = np.maximum(compute, (chunks - 1) * (send + send_back)) + send + send_back
-    held = rows.sum(axis=0) * 2 * row + keys.sum(axis=0) * key
+    held = (2 * row_bytes + key_bytes).sum(axis=0)
     moves = near + far
     received = (inputs * moves).sum(axis=0) + (outputs * moves).sum(axis=1)
     most = [float(costs.max()) for costs in (seconds, received, held)]
-    return Prediction(most[0], most[1], most[2], degree, kind)
+    return Prediction(most[0], most[1], most[2], degree)

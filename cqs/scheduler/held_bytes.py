@@ -24,7 +24,7 @@ class Flow(NamedTuple):
 
 
 class DeviceRows(NamedTuple):
-    """Numbers of rows of a device in a pass."""
+    """Numbers of rows of a device in a pass, and the tensors of them that are counted."""
 
     rounds: Sequence[Round[Flow]]
     """The rounds of a head chunk."""
@@ -42,6 +42,15 @@ class DeviceRows(NamedTuple):
     """Whether results cover all keys of their queries."""
     with_lse: bool = False
     """Whether the LSE of final results is sent too."""
+    keeps: bool = False
+    """Whether a forward pass keeps tensors for a backward pass."""
+    has_buffer: bool = True
+    """Whether packed rows are in a send buffer, and not counted."""
+    with_results: bool = True
+    """Whether to count output, LSE and gradients of the shard."""
+    rounds_sums: bool = True
+    """Whether a kernel rounds gradients, and has the float32 sums of those of queries as scratch;
+    otherwise it returns sums. Only without a limit of memory."""
 
 
 class HeldBytes:
@@ -51,16 +60,7 @@ class HeldBytes:
     """
 
     def __init__(
-        self,
-        shape: AttentionShape,
-        rows: DeviceRows,
-        num_chunks: int,
-        *,
-        is_backward: bool,
-        keeps: bool = False,
-        has_buffer: bool = True,
-        with_results: bool = True,
-        rounds_sums: bool = True,
+        self, shape: AttentionShape, rows: DeviceRows, num_chunks: int, *, is_backward: bool
     ) -> None:
         """Count them. Scratch of merges is not counted.
 
@@ -69,17 +69,12 @@ class HeldBytes:
             rows: Its rows.
             num_chunks: Number of head chunks.
             is_backward: Whether the pass is a backward pass.
-            keeps: Whether a forward pass keeps tensors for a backward pass.
-            has_buffer: Whether packed rows are in a send buffer, and not counted.
-            with_results: Whether to count output, LSE and gradients of the shard.
-            rounds_sums: Whether a kernel rounds gradients, and has the float32 sums of those of
-                queries as scratch; otherwise it returns sums. Only without a limit of memory.
         """
-        self.keeps, self.has_buffer, self.rounds_sums = keeps, has_buffer, rounds_sums
+        self._has_buffer = rows.has_buffer
         self.exchanges: list[tuple[list[float], list[float]]] = []
         """For every exchange the bytes of each packet that is sent, and received from others."""
         self.most = self._now = self._gradients = 0.0
-        if with_results:
+        if rows.with_results:
             sizes = zip(rows.shard, rows.head_groups, strict=True)
             queries, keys = (number * groups * num_chunks for number, groups in sizes)
             self.hold(shape.result_bytes(1) * queries)
@@ -107,7 +102,7 @@ class HeldBytes:
     def exchange(self, sent: list[float], received: list[float], own: float) -> float:
         """Hold packed rows, whose bytes are returned, and those received, with own rows."""
         self.exchanges.append((sent, received))
-        packed = 0.0 if self.has_buffer else sum(sent)
+        packed = 0.0 if self._has_buffer else sum(sent)
         self.hold(packed + sum(received) + own)
         return packed
 
@@ -207,7 +202,7 @@ class _Forward(_Chunk):
                 self.memory.hold(-self.result * queries)
 
     def free(self, current: Round[Flow], sides: tuple[int, ...]) -> Transfer | None:
-        if not self.memory.keeps or self.is_bounded:
+        if not self.rows.keeps or self.is_bounded:
             self.memory.hold(-sum(self._tokens[side] for side in sides))
         if not self.is_bounded:
             return self._returning_rows
@@ -220,7 +215,7 @@ class _Forward(_Chunk):
 
     def _compute_apart(self, rows: DeviceRows) -> None:
         row = self.result - self.lse * (rows.is_final and not rows.with_lse)
-        is_kept = self.memory.keeps and rows.is_final
+        is_kept = rows.keeps and rows.is_final
         if is_kept:
             self.memory.hold(self.result * rows.results.received)
         self._returning_rows = self.return_rows([(row, rows.results)], are_freed=False)
@@ -250,7 +245,7 @@ class _Backward(_Chunk):
             queries, keys = (flow.received for flow in rows.rounds[0].routes)
             kept = self._gradients[QUERIES] * queries + self._gradients[KEYS] * keys
             memory.hold(kept + self.result * rows.results.received * rows.is_final)
-            if memory.rounds_sums:
+            if rows.rounds_sums:
                 self._scratch = self._gradients[QUERIES] * self.wider
                 self.wider = 1.0
 

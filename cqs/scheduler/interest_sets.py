@@ -5,7 +5,7 @@ m elements every task reads m / W of the tokens, so smaller covers reduce traffi
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import accumulate, count, islice
 from pathlib import Path
@@ -150,7 +150,7 @@ def read_interest_sets(path: Path, num_tasks: int) -> list[tuple[int, ...]]:
     return interest_sets
 
 
-def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
+def missing_differences(cover: Collection[int], modulus: int) -> list[int]:
     """Return the residues that are not a difference of two elements of ``cover``, ascending.
 
     Args:
@@ -163,14 +163,8 @@ def missing_differences(cover: Iterable[int], modulus: int) -> list[int]:
         >>> missing_differences((0, 1, 2), 7)
         [3, 4]
     """
-    # Bit i of an integer stands for residue i, so a shift adds one number to all residues.
-    elements = {element % modulus for element in cover}
-    bits = sum(1 << element for element in elements)
-    reached = 0
-    for element in elements:
-        reached |= bits >> element | bits << (modulus - element)
-    digits = f"{reached:0{modulus}b}"[: -modulus - 1 : -1]
-    return [number for number, digit in enumerate(digits) if digit == "0"]
+    differences = {(a - b) % modulus for a in cover for b in cover}
+    return [number for number in range(modulus) if number not in differences]
 
 
 def prune_cover(cover: Iterable[int], modulus: int) -> tuple[int, ...]:

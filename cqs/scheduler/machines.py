@@ -49,6 +49,11 @@ class Machine:
             return 0.0
         return self.latency + max(inside / self.bandwidth, outside / self.between)
 
+    def hop(self, num_bytes: float, num_devices: int) -> float:
+        """Return the seconds of the slowest exchange of neighbours among consecutive devices."""
+        crosses = num_devices > self.devices_per_node
+        return self.exchange(0, num_bytes) if crosses else self.exchange(num_bytes)
+
 
 MACHINES = {
     "H200": Machine(backward_rate=520e12, bandwidth=160e9, latency=160e-6, between=50e9),

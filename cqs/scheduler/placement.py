@@ -16,7 +16,6 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cqs.patterns.bound_documents import BoundDocuments, Integers
 from cqs.scheduler.cost import AttentionShape
@@ -137,18 +136,17 @@ def place_documents(
     marks, key_marks = (np.cumsum([0, *lengths]) for lengths in (shards, key_shards))
     homes = _join_tails(documents, marks) if math.isfinite(tolerance) else marks
     loads = np.diff(documents.live_before(homes))
-    limit = (1 + tolerance) * max(loads.mean(), 1)
-    slack = _SLACK * loads.mean()
-    given = _choose_rows(documents, homes, loads, limit, tile)
-    ends, receivers = _divide(documents, given, limit - loads, slack, tile)
+    limit, slack = (1 + tolerance) * max(loads.mean(), 1), _SLACK * loads.mean()
+    division = _Division(documents, homes, loads, limit, slack, tile)
+    given = division.choose_rows()
+    ends, receivers = division.divide(given)
     cuts = np.unique(np.concatenate([homes, *given, ends]))
     starts, stops = cuts[:-1], cuts[1:]
     task = np.searchsorted(homes, starts, side="right") - 1
     if len(receivers):
-        last = np.maximum(np.searchsorted(given[0], starts, side="right") - 1, 0)
-        is_given = (given[0, last] <= starts) & (starts < given[1, last])
+        begun, ended = (np.searchsorted(edges, starts, side="right") for edges in given)
         takers = receivers[np.searchsorted(ends, starts, side="right")]
-        task = np.where(is_given, takers, task)
+        task = np.where(begun > ended, takers, task)
     live = np.diff(documents.live_before(cuts)) > 0
     queries = unite(Ranges(task[live], starts[live], stops[live]))
     return Placement(documents, marks, key_marks, queries)
@@ -171,127 +169,120 @@ def _join_tails(documents: BoundDocuments, marks: Integers) -> Integers:
     return homes
 
 
-def _choose_rows(
-    documents: BoundDocuments, marks: Integers, loads: Integers, limit: float, tile: int
-) -> Integers:
-    """Choose the rows that tasks above the limit give away.
+class _Division(NamedTuple):
+    """Divides the rows that tasks above a limit give away among the others."""
 
-    Args:
-        documents: The live pairs.
-        marks: First query of each task, and the number of queries.
-        loads: Live pairs of each task's queries.
-        limit: Live pairs that a task keeps at most.
-        tile: Number of rows of a kernel's tile.
+    documents: BoundDocuments
+    """The live pairs."""
+    homes: Integers
+    """First query of each task, and the number of queries."""
+    loads: Integers
+    """Live pairs of each task's queries."""
+    limit: float
+    """Live pairs that a task keeps at most."""
+    slack: float
+    """Live pairs by which a cut may move."""
+    tile: int
+    """Number of rows of a kernel's tile."""
 
-    Returns:
-        Ranges of queries ``[2, number]`` in ascending order: the first ones, and the last + 1.
-    """
-    size = max(int(marks[-1]) // (len(loads) * _UNITS), 1)
-    is_long = documents.stops - documents.starts >= size
-    is_first = np.diff(documents.starts // size, prepend=-1) > 0
-    breaks = documents.starts[is_first | is_long], documents.stops[is_long]
-    cuts = np.unique(np.concatenate([marks, *breaks]))
-    before = documents.live_before(cuts)
-    pairs = np.diff(before)
-    has_pairs = pairs > 0
-    pairs, starts, stops = pairs[has_pairs], cuts[:-1][has_pairs], cuts[1:][has_pairs]
-    home = np.searchsorted(marks, starts, side="right") - 1
-    key_starts, key_stops = documents.keys_of(starts, stops)
-    value = pairs / (stops - starts + _KEY_COST * (key_stops - key_starts))
-    order = np.lexsort((-value, home))
-    cumulative = np.empty_like(pairs)
-    cumulative[order] = np.cumsum(pairs[order]) - pairs[order]
-    kept_before = cumulative - (np.cumsum(loads) - loads)[home]
-    wanted = np.clip((loads - limit)[home] - kept_before, 0, pairs)
-    # What remains of a stretch, or is given of it, is not worth a cut if it is little.
-    slack = _SLACK * loads.mean()
-    wanted[(wanted < pairs) & (wanted <= slack)] = 0
-    wanted = np.where((wanted > 0) & (pairs - wanted <= slack), pairs, wanted)
-    chosen = wanted > 0
-    wanted, starts, stops = wanted[chosen], starts[chosen], stops[chosen]
-    partial = wanted < pairs[chosen]
-    if partial.any():
-        widest = (limit - loads).max()
-        starts[partial], stops[partial] = _cut_part(
-            documents, starts[partial], stops[partial], wanted[partial], widest, slack, tile
-        )
-    return np.array([starts, stops])
+    def choose_rows(self) -> Integers:
+        """Choose the rows that tasks above the limit give away.
 
+        Returns:
+            Ranges of queries ``[2, number]`` in ascending order: the first ones, and the last + 1.
+        """
+        documents, homes, loads = self.documents, self.homes, self.loads
+        size = max(int(homes[-1]) // (len(loads) * _UNITS), 1)
+        is_long = documents.stops - documents.starts >= size
+        is_first = np.diff(documents.starts // size, prepend=-1) > 0
+        breaks = documents.starts[is_first | is_long], documents.stops[is_long]
+        cuts = np.unique(np.concatenate([homes, *breaks]))
+        pairs = np.diff(documents.live_before(cuts))
+        has_pairs = pairs > 0
+        pairs, starts, stops = pairs[has_pairs], cuts[:-1][has_pairs], cuts[1:][has_pairs]
+        home = np.searchsorted(homes, starts, side="right") - 1
+        key_starts, key_stops = documents.keys_of(starts, stops)
+        value = pairs / (stops - starts + _KEY_COST * (key_stops - key_starts))
+        order = np.lexsort((-value, home))
+        cumulative = np.empty_like(pairs)
+        cumulative[order] = np.cumsum(pairs[order]) - pairs[order]
+        kept_before = cumulative - (np.cumsum(loads) - loads)[home]
+        wanted = np.clip((loads - self.limit)[home] - kept_before, 0, pairs)
+        # What remains of a stretch, or is given of it, is not worth a cut if it is little.
+        wanted[(wanted < pairs) & (wanted <= self.slack)] = 0
+        wanted = np.where((wanted > 0) & (pairs - wanted <= self.slack), pairs, wanted)
+        chosen = wanted > 0
+        wanted, starts, stops = wanted[chosen], starts[chosen], stops[chosen]
+        partial = wanted < pairs[chosen]
+        if partial.any():
+            cut = self._cut_part(starts[partial], stops[partial], wanted[partial])
+            starts[partial], stops[partial] = cut
+        return np.array([starts, stops])
 
-def _cut_part(
-    documents: BoundDocuments,
-    starts: Integers,
-    stops: Integers,
-    wanted: Integers,
-    widest: float,
-    slack: float,
-    tile: int,
-) -> tuple[Integers, Integers]:
-    """Return the rows within ranges that have about ``wanted`` live pairs and are cheap to send.
+    def _cut_part(
+        self, starts: Integers, stops: Integers, wanted: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return rows within ranges that have about ``wanted`` live pairs and are cheap to send.
 
-    Late rows of a causal document see the most keys, so few of them are enough; but all keys before
-    them must be sent to each receiver. With a cost of c per key and r receivers, sending rows of
-    which the last sees b keys and the first a keys costs ``b - a + c r b``. For a given number of
-    pairs, ``b^2 - a^2``, the minimum has ``b = (1 + c r) a``.
-    """
-    before = documents.live_before(stops)
-    if documents.is_causal:
-        ratio = 1 + _KEY_COST * np.ceil(wanted / widest)
-        last_keys = np.sqrt(2 * wanted * ratio**2 / (ratio**2 - 1)).astype(np.int64)
-        _, key_stops = documents.keys_of(starts, stops)
-        document = np.searchsorted(documents.starts, stops, side="left") - 1
-        best = stops - np.maximum(key_stops - documents.key_starts[document] - last_keys, 0)
-        least = documents.rows_with(documents.live_before(starts) + np.ceil(wanted).astype(int))
-        best = np.maximum(best, np.minimum(least, stops))
-        is_inside = best > np.maximum(starts, documents.starts[document])
-        stops = np.where(is_inside, _snap(documents, best, slack, tile), stops)
+        Late rows of a causal document see the most keys, so few of them are enough; but all keys
+        before them must be sent to each receiver. With a cost of c per key and r receivers, sending
+        rows of which the last sees b keys and the first a keys costs ``b - a + c r b``. For a given
+        number of pairs, ``b^2 - a^2``, the minimum has ``b = (1 + c r) a``.
+        """
+        documents = self.documents
         before = documents.live_before(stops)
-    first = documents.rows_with(np.maximum(before - wanted.astype(np.int64), 0))
-    return np.clip(_snap(documents, first, slack, tile), starts, stops), stops
+        if documents.is_causal:
+            ratio = 1 + _KEY_COST * np.ceil(wanted / (self.limit - self.loads).max())
+            last_keys = np.sqrt(2 * wanted * ratio**2 / (ratio**2 - 1)).astype(np.int64)
+            _, key_stops = documents.keys_of(starts, stops)
+            document = np.searchsorted(documents.starts, stops, side="left") - 1
+            best = stops - np.maximum(key_stops - documents.key_starts[document] - last_keys, 0)
+            least = documents.rows_with(documents.live_before(starts) + np.ceil(wanted).astype(int))
+            best = np.maximum(best, np.minimum(least, stops))
+            is_inside = best > np.maximum(starts, documents.starts[document])
+            stops = np.where(is_inside, self._snap(best), stops)
+            before = documents.live_before(stops)
+        first = documents.rows_with(np.maximum(before - wanted.astype(np.int64), 0))
+        return np.clip(self._snap(first), starts, stops), stops
 
+    def divide(self, given: Integers) -> tuple[Integers, Integers]:
+        """Divide rows among as few tasks as have room for them.
 
-def _divide(
-    documents: BoundDocuments, given: Integers, room: NDArray[np.float64], slack: float, tile: int
-) -> tuple[Integers, Integers]:
-    """Divide rows among as few tasks as have room for them.
+        Args:
+            given: Ranges of queries ``[2, number]``, ascending.
 
-    Args:
-        documents: The live pairs.
-        given: Ranges of queries ``[2, number]``, ascending.
-        room: Live pairs that each task can take; negative if it gives rows.
-        slack: Live pairs by which a cut may move.
-        tile: Number of rows of a kernel's tile.
+        Returns:
+            Where the rows of one receiver end and those of the next begin, and the receivers.
+        """
+        room = self.limit - self.loads
+        if not given.size or not (room > 0).any():
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        before, after = self.documents.live_before(given)
+        reached = np.cumsum(after - before)
+        total = reached[-1]
+        order = np.argsort(-room, kind="stable")
+        filled = np.cumsum(np.maximum(room[order], 0))
+        enough = int(np.searchsorted(filled, total - self.slack)) + 1
+        number = min(enough, np.count_nonzero(room > 0))
+        receivers = order[:number][::-1]  # the smallest first: later rows read more keys
+        ends = np.cumsum(room[receivers])
+        ends = (ends * (total / ends[-1])).astype(np.int64)[:-1]
+        place = np.minimum(np.searchsorted(reached, ends, side="right"), len(reached) - 1)
+        rows = self.documents.rows_with(after[place] - (reached[place] - ends))
+        return np.clip(self._snap(rows), *given[:, place]), receivers
 
-    Returns:
-        Where the rows of one receiver end and those of the next begin, and the receivers.
-    """
-    if not given.size or not (room > 0).any():
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    before, after = documents.live_before(given)
-    reached = np.cumsum(after - before)
-    total = reached[-1]
-    order = np.argsort(-room, kind="stable")
-    filled = np.cumsum(np.maximum(room[order], 0))
-    number = min(int(np.searchsorted(filled, total - slack)) + 1, np.count_nonzero(room > 0))
-    receivers = order[:number][::-1]  # the smallest first: later rows read more keys
-    ends = np.cumsum(room[receivers])
-    ends = (ends * (total / ends[-1])).astype(np.int64)[:-1]
-    place = np.searchsorted(reached, ends, side="right")
-    place = np.minimum(place, len(reached) - 1)
-    rows = documents.rows_with(after[place] - (reached[place] - ends))
-    return np.clip(_snap(documents, rows, slack, tile), *given[:, place]), receivers
-
-
-def _snap(documents: BoundDocuments, rows: Integers, slack: float, tile: int) -> Integers:
-    """Move cuts to ends of documents, else to multiples of the tile within them, within slack."""
-    document = np.maximum(np.searchsorted(documents.starts, rows, side="right") - 1, 0)
-    first, last = documents.starts[document], documents.stops[document]
-    aligned = np.minimum(first + (rows - first + tile // 2) // tile * tile, last)
-    border = np.where(rows - first < last - rows, first, last)
-    before, snapped = documents.live_before(rows), rows
-    for moved in (aligned, border):
-        snapped = np.where(np.abs(documents.live_before(moved) - before) <= slack, moved, snapped)
-    return snapped
+    def _snap(self, rows: Integers) -> Integers:
+        """Move cuts to ends of documents, else to multiples of the tile within them."""
+        documents, tile = self.documents, self.tile
+        document = np.maximum(np.searchsorted(documents.starts, rows, side="right") - 1, 0)
+        first, last = documents.starts[document], documents.stops[document]
+        aligned = np.minimum(first + (rows - first + tile // 2) // tile * tile, last)
+        border = np.where(rows - first < last - rows, first, last)
+        before, snapped = documents.live_before(rows), rows
+        for moved in (aligned, border):
+            is_near = np.abs(documents.live_before(moved) - before) <= self.slack
+            snapped = np.where(is_near, moved, snapped)
+        return snapped
 
 
 def unite(ranges: Ranges) -> Ranges:

@@ -18,7 +18,7 @@ With a pattern, groups of equal length do not hold equal work. Balancing has fou
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
 from heapq import heappop, heappush
 from operator import or_
 
@@ -94,7 +94,7 @@ class QuorumBalancer(Balancer):
             choices = []
             for index in self._holders(strip):
                 total = self._live_pairs[index] + strip.live_pairs
-                new = self._num_new(index, self._groups(strip))
+                new = self._num_new(index, strip)
                 choices.append((max(total - self._limit, 0), index != owner, new, total, index))
             *_, chosen = min(choices)
             self.add(chosen, strip)
@@ -108,8 +108,7 @@ class QuorumBalancer(Balancer):
             within_quorums: Whether a strip may move only to tasks whose quorums hold both groups.
         """
         live_pairs = self._live_pairs
-        givers = [index for index, total in enumerate(live_pairs) if total > self._limit]
-        for giver in sorted(givers, key=lambda giver: -live_pairs[giver]):
+        for giver in sorted(range(self.num_tasks), key=lambda giver: -live_pairs[giver]):
             while live_pairs[giver] > self._limit:
                 moves = self._find_moves(giver, least, within_quorums)
                 if not moves:
@@ -131,11 +130,7 @@ class QuorumBalancer(Balancer):
         while max(live_pairs) > self._limit:
             giver, receiver = live_pairs.index(max(live_pairs)), live_pairs.index(min(live_pairs))
             half = (live_pairs[giver] - live_pairs[receiver] + 1) // 2
-
-            def cost(strip: Strip, receiver: int = receiver) -> int:
-                return self._cost(receiver, self._num_new(receiver, self._groups(strip)))
-
-            ranked = sorted(self.strips[giver], key=cost)
+            ranked = sorted(self.strips[giver], key=partial(self._num_new, receiver))
             if not any(self._move_rows(giver, strip, receiver, half) for strip in ranked):
                 break
 
@@ -186,8 +181,8 @@ class QuorumBalancer(Balancer):
             index, num_new = givers[end]
             for strip in self._largest(index):
                 if self._receivers(strip, num_new, within_quorums) >> end & 1:
-                    path.append((index, strip, end))
                     break
+            path.append((index, strip, end))
             end = index
         return path
 
@@ -218,9 +213,9 @@ class QuorumBalancer(Balancer):
         """Return the bit mask of the token groups that a strip requires."""
         return 1 << strip.query_group | 1 << self._key_groups[strip.keys[0]] % self.num_tasks
 
-    def _num_new(self, index: int, groups: int) -> int:
-        """Return how many groups of the bit mask ``groups`` a task does not hold yet."""
-        return (groups & ~self._held[index]).bit_count()
+    def _num_new(self, index: int, strip: Strip) -> int:
+        """Return how many groups of a strip a task does not hold yet."""
+        return (self._groups(strip) & ~self._held[index]).bit_count()
 
     def _cost(self, index: int, num_new: int) -> int:
         """Return the cost of a move: 1, plus 1 per new group, plus W per group beyond a quorum."""

@@ -1,7 +1,7 @@
 """Token groups of an attention problem, and the steps that compute parts of its scores."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise, starmap
@@ -131,41 +131,34 @@ class TokenGroups:
         return [Step.of(group, queries, keys, square)] if queries and (square or any(keys)) else []
 
     def live_strips(
-        self, rows: Sequence[tuple[int, range]], columns: Sequence[int]
-    ) -> Iterator[Strip]:
+        self,
+        rows: Sequence[tuple[int, range]],
+        columns: Sequence[int],
+        live_pairs: int | None = None,
+    ) -> Generator[Strip, None, int]:
         """Yield a strip for every query group and key group that have a live pair.
 
-        The score matrix is halved recursively, so each empty or fully live part costs one count.
+        The score matrix is halved recursively, so each empty part costs one count.
 
         Args:
             rows: Adjacent query groups, each with its index and queries.
             columns: Indices of adjacent key groups, except empty ones.
+            live_pairs: Number of live pairs of them, if it is known.
+
+        Returns:
+            The number of live pairs.
         """
-
-        def tokens(rows: Sequence[tuple[int, range]], columns: Sequence[int]) -> list[range]:
-            ends = (rows[0][1], rows[-1][1]), (self.keys[columns[0]], self.keys[columns[-1]])
-            return [range(first.start, last.stop) for first, last in ends]
-
-        left = [(rows, columns, self.count(*tokens(rows, columns)))]
-        while left:
-            rows, columns, live_pairs = left.pop()
-            queries, keys = tokens(rows, columns)
-            if not live_pairs:
-                continue
-            if len(rows) == len(columns) == 1:
-                yield Strip(rows[0][0], queries, (keys,), live_pairs)
-                continue
-            if len(rows) >= len(columns):
-                half = len(rows) // 2
-                first, second = (rows[:half], columns), (rows[half:], columns)
-            else:
-                half = len(columns) // 2
-                first, second = (rows, columns[:half]), (rows, columns[half:])
-            part = tokens(*first)
-            is_full = live_pairs == len(queries) * len(keys)
-            first_pairs = len(part[0]) * len(part[1]) if is_full else self.count(*part)
-            left.append((*second, live_pairs - first_pairs))
-            left.append((*first, first_pairs))
+        queries = range(rows[0][1].start, rows[-1][1].stop)
+        keys = range(self.keys[columns[0]].start, self.keys[columns[-1]].stop)
+        if live_pairs is None:
+            live_pairs = self.count(queries, keys)
+        if live_pairs and len(rows) == len(columns) == 1:
+            yield Strip(rows[0][0], queries, (keys,), live_pairs)
+        elif live_pairs:
+            i, k = (len(rows) // 2, 0) if len(rows) >= len(columns) else (0, len(columns) // 2)
+            first = yield from self.live_strips(rows[:i] or rows, columns[:k] or columns)
+            yield from self.live_strips(rows[i:], columns[k:], live_pairs - first)
+        return live_pairs
 
     def cut_strip(self, strip: Strip, most: int, unit: int) -> tuple[Strip | None, Strip | None]:
         """Cut off the first rows with at most ``most`` live pairs, at a multiple of ``unit`` rows.
@@ -209,14 +202,10 @@ class TokenGroups:
             edges = {edge for s in owned for edge in (s.queries.start, s.queries.stop)}
             parts: list[tuple[list[range], range, int]] = []
             for queries in starmap(range, pairwise(sorted(edges))):
-                live = {
-                    strip.keys[0]: live_pairs
-                    for strip in owned
-                    if queries.start in strip.queries
-                    if (live_pairs := self.count(queries, strip.keys[0]))
-                }
-                keys = sorted(live, key=attrgetter("start"))
-                parts.append((keys, queries, sum(live.values())))
+                there = [strip.keys[0] for strip in owned if queries.start in strip.queries]
+                counts = {keys: self.count(queries, keys) for keys in there}
+                live = sorted(filter(counts.get, counts), key=attrgetter("start"))
+                parts.append((live, queries, sum(counts.values())))
             for keys, run in groupby(parts, itemgetter(0)):
                 _, spans, numbers = zip(*run, strict=True)
                 if keys:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from cqs.scheduler.task import Block, Task
+from cqs.scheduler.task import Block, Step, Task
 from cqs.scheduler.token_groups import TokenGroups
 
 
@@ -25,11 +25,9 @@ def validate_tasks(tasks: Iterable[Task], groups: TokenGroups) -> None:
             wrong.
     """
     steps = [step for task in tasks for step in task.steps]
-    blocks = [block for step in steps for block in step.blocks()]
-    for block in blocks:
-        _check_shape(block, groups)
+    numbers = [sum(_count_live(block, groups) for block in step.blocks()) for step in steps]
     ends = range(groups.seqlen_kv, groups.seqlen_kv)
-    for rows, active in _rows_and_blocks(blocks, groups.seqlen_q):
+    for rows, active in _rows_and_blocks(steps, groups.seqlen_q):
         position = 0
         for keys in (*sorted((block.keys for block in active), key=lambda k: k.start), ends):
             if keys.start < position:
@@ -37,16 +35,7 @@ def validate_tasks(tasks: Iterable[Task], groups: TokenGroups) -> None:
             if keys.start > position and groups.count(rows, range(position, keys.start)):
                 raise ValueError(f"keys {position}..{keys.start} of queries {rows} are owned never")
             position = keys.stop
-    for step in steps:
-        live_pairs = 0
-        for block in step.blocks():
-            number = groups.count(block.queries, block.keys)
-            if not number:
-                raise ValueError(f"{block} holds no live pair")
-            if groups.pattern is None and number != block.num_pairs:
-                where = "off the diagonal" if block.is_causal else "of masked pairs"
-                raise ValueError(f"{block} is a block {where}: its live pairs are {number}")
-            live_pairs += number
+    for step, live_pairs in zip(steps, numbers, strict=True):
         if step.live_pairs != live_pairs:
             raise ValueError(f"{step} holds {live_pairs} live pairs")
 
@@ -59,31 +48,32 @@ def validate_single_tasks(tasks: Iterable[Task]) -> None:
             raise ValueError(f"queries {start}..{stop} have keys in two steps")
 
 
-def _check_shape(block: Block, groups: TokenGroups) -> None:
-    """Raise ValueError if a block is not valid by itself, whichever pairs are live."""
-    if not block.num_pairs:
-        raise ValueError(f"{block} holds no live pair")
+def _count_live(block: Block, groups: TokenGroups) -> int:
+    """Return the number of live pairs of a block, or raise ValueError if it is not valid alone."""
     if block.is_causal and groups.pattern is not None:
         raise ValueError(f"{block} is a causal block in a plan with a pattern")
     if block.is_causal and len(block.queries) != len(block.keys):
         raise ValueError(f"{block} is no square")
     if block.keys.start < 0 or block.keys.stop > groups.seqlen_kv:
         raise ValueError(f"{block} reaches beyond the {groups.seqlen_kv} keys")
+    if block.queries.start < 0 or block.queries.stop > groups.seqlen_q:
+        raise ValueError(f"blocks reach beyond the {groups.seqlen_q} queries")
+    number = groups.count(block.queries, block.keys)
+    if not number:
+        raise ValueError(f"{block} holds no live pair")
+    if groups.pattern is None and number != block.num_pairs:
+        where = "off the diagonal" if block.is_causal else "of masked pairs"
+        raise ValueError(f"{block} is a block {where}: its live pairs are {number}")
+    return number
 
 
-def _rows_and_blocks(blocks: list[Block], seqlen_q: int) -> Iterator[tuple[range, list[Block]]]:
-    """Yield row ranges, cut at the ends of blocks, with the blocks that span them.
-
-    Raises:
-        ValueError: A block begins before query 0 or ends after query ``seqlen_q``.
-    """
+def _rows_and_blocks(steps: list[Step], seqlen_q: int) -> Iterator[tuple[range, list[Block]]]:
+    """Yield row ranges, cut at the ends of blocks, with the blocks that span them."""
     starting: dict[int, list[Block]] = {}
-    for block in blocks:
-        starting.setdefault(block.queries.start, []).append(block)
-    edges = {edge for block in blocks for edge in (block.queries.start, block.queries.stop)}
+    for step in steps:
+        starting.setdefault(step.queries.start, []).extend(step.blocks())
+    edges = {edge for step in steps for edge in (step.queries.start, step.queries.stop)}
     ordered = sorted({0, seqlen_q, *edges})
-    if ordered[0] < 0 or ordered[-1] > seqlen_q:
-        raise ValueError(f"blocks reach beyond the {seqlen_q} queries")
     active: list[Block] = []
     for start, stop in pairwise(ordered):
         active = [block for block in active if block.queries.stop > start]

@@ -151,8 +151,7 @@ class Workload:
 
     def _wait_for_links(self, num_devices: int, machine: Machine) -> bool:
         """Return whether a device takes longer to send its shard than to compute, and long."""
-        is_far = num_devices > machine.devices_per_node
-        seconds = machine.exchange(*((0, 1) if is_far else (1, 0))) - machine.latency
+        seconds = machine.hop(1, num_devices) - machine.latency
         seconds *= sum(self.shard_bytes(num_devices))
         compute = self.seconds(machine, is_backward=False) / num_devices
         return num_devices > 1 and seconds > max(compute, _LATENCIES_OF_SHARD * machine.latency)

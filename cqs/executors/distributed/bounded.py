@@ -167,22 +167,16 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
             separate=layout.separate[rank],
             is_final=layout.is_final,
             with_lse=limit.with_lse,
+            keeps=with_gradients,
+            has_buffer=limit.has_buffer,
+            with_results=not limit.is_given,
+            rounds_sums=False,
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
     chunk_shape, num_chunks = layout.chunks[0].part(limit.shape), len(layout.chunks)
     counts = [
-        [
-            HeldBytes(
-                *(chunk_shape, rows, num_chunks),
-                is_backward=is_backward,
-                keeps=with_gradients,
-                has_buffer=limit.has_buffer,
-                with_results=not limit.is_given,
-                rounds_sums=False,
-            )
-            for rows in devices
-        ]
+        [HeldBytes(chunk_shape, rows, num_chunks, is_backward=is_backward) for rows in devices]
         for is_backward in PASSES["both" if with_gradients else "forward"]
     ]
     num_turns = BOUNDED_TURNS if layout.is_bounded else min(limit.num_turns, num_chunks)

@@ -131,7 +131,8 @@ def predict_order(
     batch_flow, part_flow = flow(resident, per_batch), flow(1 - resident, seen / number)
     parts = [(part_flow, ())] * min(number, 3)  # later parts hold the same
     groups = head_parallel, min(head_parallel, workload.shape.kv_heads)
-    rows = DeviceRows(make_rounds(resident, [(batch_flow, parts)]), shard, groups)
+    batches = [(batch_flow, parts)]
+    rows = DeviceRows(make_rounds(resident, batches), shard, groups, has_buffer=False)
 
     near = near_shares(kind, num_tasks, head_parallel, machine.devices_per_node)
     query, key, result = shape.query_bytes(1), shape.key_bytes(1), shape.result_bytes(1)
@@ -156,7 +157,7 @@ def predict_order(
     moved = batch_flow.sent * (inputs[resident] + results[resident])
     moved += number * part_flow.sent * (inputs[1 - resident] + results[1 - resident])
     own = sum(n * (i + r) for n, i, r in zip(shard, inputs, results, strict=True)) * chunks
-    held = HeldBytes(shape, rows, chunks, is_backward=is_backward, has_buffer=False)
+    held = HeldBytes(shape, rows, chunks, is_backward=is_backward)
     return Prediction(seconds, max(rounds * moved - own, 0.0), held.most, head_parallel, kind)
 
 

@@ -84,18 +84,18 @@ def list_kinds(plan: Kind | str, num_tasks: int, per_host: float) -> list[Kind]:
         except ValueError:
             return []
 
-    def flat(number: int) -> list[Quorums | Grid2D]:
-        widths = [n for n in range(1, number + 1) if number % n == 0]
-        grids = [Grid2D(n, number // n) for n in widths]
-        return [*grids] if plan == "grid" else [Quorums().fit(number), *grids]
+    def grids(number: int) -> list[Grid2D]:
+        return [Grid2D(n, number // n) for n in range(1, number + 1) if number % n == 0]
 
-    sizes = [n for n in range(2, num_tasks) if num_tasks % n == 0 and n <= per_host]
-    host_kinds = [Hosts(outer, size) for size in sizes for outer in flat(num_tasks // size)]
-    kinds: list[Kind] = [*flat(num_tasks)]
-    if plan == "any":
-        kinds += host_kinds
-        kinds += [replace(grid, is_balanced=False) for grid in kinds if isinstance(grid, Grid2D)]
-    return kinds
+    if plan == "grid":
+        return [*grids(num_tasks)]
+    kinds: list[Kind] = [Quorums().fit(num_tasks), *grids(num_tasks)]
+    for size in range(2, num_tasks):
+        if num_tasks % size == 0 and size <= per_host:
+            number = num_tasks // size
+            kinds += [Hosts(Quorums().fit(number), size)]
+            kinds += [Hosts(grid, size) for grid in grids(number)]
+    return kinds + [replace(grid, is_balanced=False) for grid in grids(num_tasks)]
 
 
 def read_kind(written: dict[str, Any]) -> Kind:

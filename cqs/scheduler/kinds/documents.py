@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cqs.scheduler.task import Step
 from cqs.scheduler.token_groups import TokenGroups
@@ -39,10 +39,8 @@ class Documents:
         """Describe the kind."""
         return "whole documents where their tokens are"
 
-    @property
-    def num_groups(self) -> tuple[int, int]:
-        """Number of groups of which a task reads queries, and keys, if documents are short."""
-        return 1, 1
+    num_groups: ClassVar[tuple[int, int]] = 1, 1
+    """Number of groups of which a task reads queries, and keys, if documents are short."""
 
     @property
     def busiest(self) -> float:
