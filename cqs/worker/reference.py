@@ -80,8 +80,6 @@ class _Reference(CallBackend):
         query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
             tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
         )
-        blind_BGRQ = lse_BGRQ == -torch.inf
-        lse_BGRQ1 = lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)
         delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
         grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
         factors_BGRQK: Tensor | float = 1.0
@@ -93,7 +91,7 @@ class _Reference(CallBackend):
         def grad_of(scores_BGRQK: Tensor) -> Tensor:
             nonlocal kept_BGRQK
             masked_BGRQK = _mask_out(scores_BGRQK, is_causal, visible)
-            p_BGRQK = (masked_BGRQK - lse_BGRQ1).exp()
+            p_BGRQK = (masked_BGRQK - lse_BGRQ.unsqueeze(-1)).exp()
             kept_BGRQK = p_BGRQK if kept is None else p_BGRQK * factors_BGRQK
             gradient: Tensor = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
             return gradient
