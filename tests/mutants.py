@@ -734,8 +734,8 @@ FAULTS = (
     Fault(
         "strips end before their last key",
         "worker/calls.py",
-        "max((last - tokens.start) // tokens.step + 1, begin)",
-        "max((last - tokens.start) // tokens.step, begin)",
+        "bisect_right(view.keys, last_key)",
+        "bisect_left(view.keys, last_key)",
         "worker/test_calls.py::test_calls_have_every_pair_of_a_view_once[True]",
     ),
     Fault(
@@ -777,8 +777,8 @@ FAULTS = (
     Fault(
         "gradients of keys of two steps replace each other",
         "worker/worker.py",
-        "gradients.key[:, :, rows] += grad_key",
-        "gradients.key[:, :, rows] = grad_key",
+        "total[:, :, _held_rows(own, tokens)] += rows",
+        "total[:, :, _held_rows(own, tokens)] = rows",
         "test_autograd.py::test_gradients_of_all_tasks_together_are_those_of_one_task; "
         "test_autograd.py::test_gradients_are_right",
     ),
