@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_own
-from cqs.patterns.views import View
+from cqs.patterns.views import View, union_mask
 from cqs.problem.dropout import DropoutBits
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands, TaskOperands, mask_addend
@@ -185,22 +184,11 @@ def _with_masks(block_row: BlockRow, calls: list[Call]) -> list[Call]:
     row_cost = _PAIRS_OF_A_ROW if len(calls) > 1 else 0
     if area > min(_MASKED_AREA, sum(_call_cost(call, row_cost) for call in calls)):
         return calls
-    mask = np.zeros((len(queries), len(keys)), dtype=bool)
-    for view in views:
-        at = view.moved(-queries.start, -keys.start)
-        rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
-        mask[rows, columns] |= view.to_mask()
-    if area <= _AREA:
-        return [_keep_mask(_masked_call(queries, keys, mask))]
-    height = max(_AREA // len(keys), 1)
-    return [
-        _masked_call(queries[first : first + height], keys, mask[first : first + height])
-        for first in range(0, len(queries), height)
-    ]
-
-
-def _masked_call(queries: range, keys: range, mask: NDArray[np.bool_]) -> Call:
-    return Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))
+    mask = union_mask(views, queries, keys)
+    bits, height = np.packbits(mask, axis=-1), max(_AREA // len(keys), 1)
+    strips = [slice(first, first + height) for first in range(0, len(queries), height)]
+    masked = [Call(View(queries[rows], keys, bits=bits[rows])) for rows in strips]
+    return [_keep_mask(masked[0])] if len(masked) == 1 else masked
 
 
 def _call_cost(call: Call, row_cost: float) -> float:
