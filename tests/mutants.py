@@ -1000,8 +1000,8 @@ FAULTS = (
     Fault(
         "dropout of blocks is that of batch element 0",
         "executors/streaming/engine.py",
-        "worker.dropout.moved(block.batch, block.heads.start)",
-        "worker.dropout.moved(0, block.heads.start)",
+        "Place(block.batch, block.kv_heads.start,",
+        "Place(0, block.kv_heads.start,",
         "streaming/test_streaming.py::test_patterns_and_dropout_are_those_of_one_call",
     ),
     Fault(
