@@ -756,8 +756,8 @@ FAULTS = (
     Fault(
         "causal squares of the reference see one key too many",
         "worker/reference.py",
-        "masked_out = (~masked_out).triu(1)",
-        "masked_out = (~masked_out).triu(2)",
+        "device=scores.device).triu(1)",
+        "device=scores.device).triu(2)",
         "worker/test_reference.py",
     ),
     Fault(

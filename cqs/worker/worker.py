@@ -193,7 +193,7 @@ class Worker:
         Returns:
             Gradients of all tokens held, in any memory layout.
         """
-        query, key, value, *_ = held
+        query, key, *_ = held
         backend = self.chosen or self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
@@ -204,7 +204,7 @@ class Worker:
         if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
             call_gradients = self._differentiate(backend, calls[0], held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in call_gradients))
-        gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
+        gradients = Gradients(*(own.empty_like(own.sample, sums).zero_() for own in held[:3]))
         if self.pattern is None:
             for call in calls:
                 queries, keys, _ = call
@@ -257,9 +257,8 @@ class Worker:
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        partials = []
-        for call in _step_calls(step):
-            partials.append(attend_call(*self._operands(backend, call, held)))
+        calls = (self._operands(backend, call, held) for call in _step_calls(step))
+        partials = [attend_call(*call) for call in calls]
         return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(
