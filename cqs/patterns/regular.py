@@ -52,7 +52,7 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
     if diagonals and _count(diagonals) == num_live:
         return tuple(diagonals)
     half = min(lengths) / 2
-    long = [diagonal for diagonal in diagonals or () if _longest(diagonal) >= half]
+    long = [diagonal for diagonal in diagonals if _longest(diagonal) >= half]
     rest = mask & ~_to_mask(long, lengths)
     parts = [part for part in (long, *_block_pieces(mask, rest, lengths)) if part]
     orders = (order for number in range(len(parts)) for order in permutations(parts, number + 1))
@@ -97,14 +97,11 @@ def _to_mask(pieces: Sequence[Piece], lengths: Lengths) -> _Mask:
     return BoundPattern(*lengths, tuple(pieces)).to_mask()
 
 
-def _diagonal_pieces(mask: _Mask, lengths: Lengths) -> list[Piece] | None:
-    """Return the pieces of all full diagonals, or ``None`` if there are many."""
+def _diagonal_pieces(mask: _Mask, lengths: Lengths) -> list[Piece]:
+    """Return the pieces of all full diagonals, or none if there are many."""
     shift = lengths.seqlen_kv - lengths.seqlen_q
     full = np.flatnonzero(_full_diagonals(mask)) - lengths.seqlen_q + 1 - shift
-    bands = _as_bands(full.tolist())
-    if bands is None:
-        return None
-    return tidy_all(_band_piece(lengths, *band) for band in bands)
+    return tidy_all(_band_piece(lengths, *band) for band in _as_bands(full.tolist()) or ())
 
 
 def _band_piece(lengths: Lengths, first: int, last: int, step: int) -> Piece:
