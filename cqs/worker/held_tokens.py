@@ -33,8 +33,7 @@ class HeldTokens:
         """Return the tokens of every range."""
         if self.parts is None:
             assert self.tensor is not None
-            lengths = list(map(len, self.ranges))
-            self.parts = [self.tensor] if len(lengths) == 1 else self.tensor.split(lengths, dim=2)
+            self.parts = self.tensor.split(list(map(len, self.ranges)), dim=2)
         return self.parts
 
     @property
@@ -71,7 +70,10 @@ class HeldTokens:
         Raises:
             KeyError: A token is not held.
         """
-        parts, held_parts = list[Tensor](), self.split()
+        parts = list[Tensor]()
+        if len(self.ranges) == 1 and self.tensor is not None:
+            self.parts = [self.tensor]
+        held_parts = self.parts or self.split()
         for tokens in ranges:
             start = tokens.start
             for held, tensor in zip(self.ranges, held_parts, strict=True):

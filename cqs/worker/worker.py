@@ -257,8 +257,9 @@ class Worker:
 
     def _run_step(self, backend: CallBackend, step: Step, held: Sequence[HeldTokens]) -> Partial:
         """Compute a step in two calls: the keys that all rows attend to, and the causal square."""
-        calls = (self._operands(backend, call, held) for call in _step_calls(step))
-        partials = [attend_call(*call) for call in calls]
+        partials = []
+        for call in _step_calls(step):
+            partials.append(attend_call(*self._operands(backend, call, held)))
         return partials[0] if len(partials) == 1 else merge_own(partials)
 
     def _differentiate(
