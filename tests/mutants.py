@@ -733,8 +733,8 @@ FAULTS = (
     Fault(
         "strips end before their last key",
         "worker/calls.py",
-        "max((last - tokens.start) // tokens.step + 1, begin)",
-        "max((last - tokens.start) // tokens.step, begin)",
+        "bisect_right(view.keys, last_key)",
+        "bisect_left(view.keys, last_key)",
         "worker/test_calls.py::test_calls_have_every_pair_of_a_view_once[True]",
     ),
     Fault(
@@ -755,8 +755,8 @@ FAULTS = (
     Fault(
         "causal squares of the reference see one key too many",
         "worker/reference.py",
-        "masked_out = (~masked_out).triu(1)",
-        "masked_out = (~masked_out).triu(2)",
+        "device=scores.device).triu(1)",
+        "device=scores.device).triu(2)",
         "worker/test_backends.py::test_one_call_is_right",
     ),
     Fault(
@@ -776,8 +776,8 @@ FAULTS = (
     Fault(
         "gradients of keys of two steps replace each other",
         "worker/worker.py",
-        "gradients.key[:, :, rows] += grad_key",
-        "gradients.key[:, :, rows] = grad_key",
+        "total[:, :, _held_rows(own, tokens)] += rows",
+        "total[:, :, _held_rows(own, tokens)] = rows",
         "test_autograd.py::test_gradients_of_all_tasks_together_are_those_of_one_task; "
         "test_autograd.py::test_gradients_are_right",
     ),
@@ -999,8 +999,8 @@ FAULTS = (
     Fault(
         "dropout of blocks is that of batch element 0",
         "executors/streaming/engine.py",
-        "worker.dropout.moved(block.batch, block.heads.start)",
-        "worker.dropout.moved(0, block.heads.start)",
+        "Place(block.batch, block.kv_heads.start,",
+        "Place(0, block.kv_heads.start,",
         "test_matrix.py::test_every_pair_in_streaming",
     ),
     Fault(
@@ -1300,8 +1300,8 @@ FAULTS = (
     Fault(
         "the first key of padding is seen",
         "integrations/masks.py",
-        "keys.within_cells(start, stop - 1)",
         "keys.within_cells(start, stop)",
+        "keys.within_cells(start, stop + 1)",
         "integrations/test_transformers.py::test_patterns_are_the_masks",
     ),
     Fault(

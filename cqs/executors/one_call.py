@@ -15,7 +15,7 @@ from cqs.problem.options import ProblemOptions
 from cqs.scheduler import Plan, Step
 from cqs.worker import CallBackend, TaskBackend, Worker
 from cqs.worker.backend import Backend
-from cqs.worker.calls import Call, attend_call, is_one_call, make_calls, with_kept_mask
+from cqs.worker.calls import Call, attend_call, is_one_call, make_calls
 from cqs.worker.operands import Operands, TaskOperands
 from cqs.worker.work import make_work
 
@@ -52,7 +52,7 @@ def _only_call(plan: Plan) -> Call | None:
     if not is_one_call(queries, calls):
         return None
     call, _ = calls[0]
-    return with_kept_mask(call) if call.view.keys == keys else None
+    return call if call.view.keys == keys else None
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Partial]

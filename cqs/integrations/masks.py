@@ -145,7 +145,7 @@ class _Visible(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         queries, keys = lengths.queries(), lengths.keys()
         runs = zip(self.edges[::2], self.edges[1::2], strict=True)
-        pieces = [Piece(queries, keys.within_cells(start, stop - 1)) for start, stop in runs]
+        pieces = [Piece(queries, keys.within_cells(start, stop)) for start, stop in runs]
         return bind_pieces(lengths, pieces)
 
 

@@ -1,10 +1,11 @@
-"""Arguments that are lists or arrays of numbers."""
+"""Lists and arrays of numbers, as arguments and in runs."""
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _MOST = 2**20
 """Largest number of elements of a list argument, which may be an endless iterator."""
@@ -20,6 +21,14 @@ def as_list(name: str, values: Any) -> list[Any]:
     if len(listed) > _MOST:
         raise ValueError(f"{name} must have at most {_MOST} elements")
     return listed
+
+
+def adjacent_runs(numbers: ArrayLike) -> Iterator[tuple[int, int]]:
+    """Yield first and last of the runs of adjacent integers among ascending ones."""
+    array = np.asarray(numbers, dtype=np.int64)
+    for run in np.split(array, np.flatnonzero(np.diff(array) > 1) + 1):
+        if len(run):
+            yield int(run[0]), int(run[-1])
 
 
 def as_array(values: Any) -> NDArray[Any]:

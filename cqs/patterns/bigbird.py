@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cqs.arguments import as_integer
 from cqs.patterns import algebra
+from cqs.patterns.arrays import adjacent_runs
 from cqs.patterns.block_list import Integers, check_num_blocks
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs
@@ -68,8 +69,8 @@ class _BigBird(Pattern):
     def _bind(self, lengths: Lengths) -> BoundPattern:
         queries, keys = lengths.queries(self.block), lengths.keys(self.block)
         side = self.window_blocks // 2 if self.window_blocks else -1
-        columns = Piece(queries, keys.within_cells(0, self.global_blocks - 1))
-        rows = Piece(queries.within_cells(0, self.global_blocks - 1), keys)
+        columns = Piece(queries, keys.within_cells(0, self.global_blocks))
+        rows = Piece(queries.within_cells(0, self.global_blocks), keys)
         pieces: list[Piece] = []
         for piece in (Piece(queries, keys, -side, side), columns, rows):
             pieces = algebra.unite(pieces, algebra.tidy_all([piece]))
@@ -92,12 +93,11 @@ class _BigBird(Pattern):
         drawn = _draw(rows, choices, self.random_blocks, self.seed)
         columns = self.global_blocks + drawn
         columns += np.where(columns >= start, stop - start, 0)
-        ids = np.sort((rows * num_columns + columns)[drawn >= 0])
-        begins = (np.diff(ids, prepend=-2) != 1) | (ids % num_columns == 0)
-        for run in np.split(ids, np.flatnonzero(begins)[1:]) if len(ids) else ():
-            row, column = divmod(int(run[0]), num_columns)
-            cells = keys.within_cells(column, column + len(run) - 1)
-            yield Piece(queries.within_cells(row, row), cells)
+        width = num_columns + 1  # the ids of two rows are not adjacent
+        for first, last in adjacent_runs(np.sort((rows * width + columns)[drawn >= 0])):
+            row, column = divmod(first, width)
+            cells = keys.within_cells(column, last - row * width + 1)
+            yield Piece(queries.within_cells(row, row + 1), cells)
 
     def __repr__(self) -> str:
         return f"bigbird({', '.join(f'{name}={value}' for name, value in vars(self).items())})"

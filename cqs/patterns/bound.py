@@ -12,8 +12,7 @@ from cqs.arguments import to_integer
 from cqs.patterns import algebra
 from cqs.patterns.block_list import BLOCK, BlockList, Integers, check_num_blocks, no_bits
 from cqs.patterns.piece import Piece, tidy
-from cqs.patterns.views import View, views
-from cqs.ranges import moved
+from cqs.patterns.views import View, union_mask, views
 from cqs.uncompiled import uncompiled
 
 _FEW_PIECES = 16
@@ -115,12 +114,7 @@ class BoundPattern:
         """
         queries = range(self.seqlen_q) if queries is None else queries
         keys = range(self.seqlen_kv) if keys is None else keys
-        mask = np.zeros((len(queries), len(keys)), dtype=bool)
-        for view in self.views(queries, keys):
-            rows, columns = moved(view.queries, -queries.start), moved(view.keys, -keys.start)
-            where = (slice(tokens.start, tokens.stop, tokens.step) for tokens in (rows, columns))
-            mask[tuple(where)] |= view.to_mask()
-        return mask
+        return union_mask(self.views(queries, keys), queries, keys)
 
 
 def check_tokens(name: str, tokens: Any) -> range:

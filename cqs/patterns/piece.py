@@ -83,11 +83,11 @@ class Axis(NamedTuple):
             stop = self.origin + cell * self.step + self.width
         return self._replace(tokens=range(start, max(start, stop)))
 
-    def within_cells(self, first: int, last: int) -> "Axis":
-        """Return the part of the axis in cells ``first .. last``."""
+    def within_cells(self, first: int, stop: int) -> "Axis":
+        """Return the part of the axis in cells ``first .. stop - 1``."""
         start = max(self.tokens.start, self.origin + first * self.step)
-        stop = min(self.tokens.stop, self.origin + last * self.step + self.width)
-        return self._replace(tokens=range(start, max(start, stop)))
+        end = min(self.tokens.stop, self.origin + (stop - 1) * self.step + self.width)
+        return self._replace(tokens=range(start, max(start, end)))
 
 
 class Piece(NamedTuple):
@@ -200,9 +200,9 @@ def tidy(piece: Piece) -> Piece | None:
     """
     queries, keys = piece.queries.trimmed(), piece.keys.trimmed()
     first, last = keys.cells()
-    queries = queries.within_cells(first - piece.high, last - piece.low)
+    queries = queries.within_cells(first - piece.high, last - piece.low + 1)
     first, last = queries.cells()
-    keys = keys.within_cells(first + piece.low, last + piece.high)
+    keys = keys.within_cells(first + piece.low, last + piece.high + 1)
     inner_low = max(piece.inner_low, 1 - queries.width)
     inner_high = min(piece.inner_high, keys.width - 1)
     if not (queries.tokens and keys.tokens) or inner_low > inner_high:

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cqs.arguments import as_bool, as_integer, to_integer
 from cqs.patterns.algebra import tidy_all
-from cqs.patterns.arrays import as_list
+from cqs.patterns.arrays import adjacent_runs, as_list
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.bound_documents import BoundDocuments
 from cqs.patterns.pattern import Lengths, Pattern, made_in_graphs, per_head
-from cqs.patterns.piece import FAR, Axis, Piece
+from cqs.patterns.piece import FAR, Piece
 
 
 def bind_pieces(lengths: Lengths, pieces: Iterable[Piece]) -> BoundPattern:
@@ -305,9 +305,9 @@ class _GlobalTokens(Pattern):
         queries, keys = lengths.queries(), lengths.keys()
         edges = [-FAR, *(edge for run in self.runs for edge in run), FAR]
         gaps = list(zip(edges[::2], edges[1::2], strict=True))
-        columns = [_cells(keys, *run) for run in self.runs]
-        rows = (Piece(_cells(queries, *run), keys) for run in self.runs)
-        rest = (Piece(_cells(queries, *gap), column) for gap in gaps for column in columns)
+        columns = [keys.within_cells(*run) for run in self.runs]
+        rows = (Piece(queries.within_cells(*run), keys) for run in self.runs)
+        rest = (Piece(queries.within_cells(*gap), column) for gap in gaps for column in columns)
         return bind_pieces(lengths, chain(rows, rest))
 
     def __repr__(self) -> str:
@@ -372,11 +372,6 @@ class _Documents(Pattern):
         return f"documents({list(self.ends)}{ends_kv}, is_causal={self.is_causal})"
 
 
-def _cells(axis: Axis, start: int, stop: int) -> Axis:
-    """Return the part of an axis with cells ``start .. stop - 1``: tokens at these positions."""
-    return axis.within_cells(start, stop - 1)
-
-
 def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
     """Join positions, or the first n for a number n, into runs of adjacent tokens."""
     if isinstance(indices, range) and indices.step == 1:
@@ -386,7 +381,4 @@ def _as_runs(name: str, indices: Any) -> tuple[tuple[int, int], ...]:
         number = as_integer(name, indices, 0)
         return ((0, number),) if number else ()
     tokens = sorted({as_integer(name, index, 0) for index in as_list(name, indices)})
-    # Adjacent tokens are as far from their places in the list.
-    groups = groupby(enumerate(tokens), key=lambda place: place[1] - place[0])
-    runs = ([token for _, token in group] for _, group in groups)
-    return tuple((run[0], run[-1] + 1) for run in runs)
+    return tuple((first, last + 1) for first, last in adjacent_runs(tokens))

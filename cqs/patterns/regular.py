@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from cqs.patterns.affine_rows import Rows, as_pieces
 from cqs.patterns.algebra import UnequalStepsError, tidy_all, unite
+from cqs.patterns.arrays import adjacent_runs
 from cqs.patterns.bound import BoundPattern
 from cqs.patterns.pattern import Lengths
 from cqs.patterns.piece import FAR, Axis, Piece
@@ -51,7 +52,7 @@ def find_pieces(mask: _Mask) -> tuple[Piece, ...] | None:
     if diagonals and _count(diagonals) == num_live:
         return tuple(diagonals)
     half = min(lengths) / 2
-    long = [diagonal for diagonal in diagonals or () if _longest(diagonal) >= half]
+    long = [diagonal for diagonal in diagonals if _longest(diagonal) >= half]
     rest = mask & ~_to_mask(long, lengths)
     parts = [part for part in (long, *_block_pieces(mask, rest, lengths)) if part]
     orders = (order for number in range(len(parts)) for order in permutations(parts, number + 1))
@@ -96,14 +97,11 @@ def _to_mask(pieces: Sequence[Piece], lengths: Lengths) -> _Mask:
     return BoundPattern(*lengths, tuple(pieces)).to_mask()
 
 
-def _diagonal_pieces(mask: _Mask, lengths: Lengths) -> list[Piece] | None:
-    """Return the pieces of all full diagonals, or ``None`` if there are many."""
+def _diagonal_pieces(mask: _Mask, lengths: Lengths) -> list[Piece]:
+    """Return the pieces of all full diagonals, or none if there are many."""
     shift = lengths.seqlen_kv - lengths.seqlen_q
     full = np.flatnonzero(_full_diagonals(mask)) - lengths.seqlen_q + 1 - shift
-    bands = _as_bands(full.tolist())
-    if bands is None:
-        return None
-    return tidy_all(_band_piece(lengths, *band) for band in bands)
+    return tidy_all(_band_piece(lengths, *band) for band in _as_bands(full.tolist()) or ())
 
 
 def _band_piece(lengths: Lengths, first: int, last: int, step: int) -> Piece:
@@ -140,7 +138,7 @@ def _runs_first(diagonals: list[int]) -> list[_Band] | None:
     A progression whose next member is the end of a longer run takes it, as that of a dilated
     pattern beside a window.
     """
-    runs = [run for run in _runs(diagonals) if run[0] < run[1]]
+    runs = [run for run in adjacent_runs(diagonals) if run[0] < run[1]]
     beside = set(diagonals).difference(*(range(first, last + 1) for first, last in runs))
     others = _progressions(sorted(beside))
     if others is None:
@@ -155,14 +153,6 @@ def _runs_first(diagonals: list[int]) -> list[_Band] | None:
                     first, runs[i] = end, (start, end - 1)
         bands.append((first, last, step))
     return [*((first, last, 1) for first, last in runs), *bands]
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last of the runs of adjacent integers among ascending ones."""
-    array = np.array(numbers, dtype=np.int64)
-    for run in np.split(array, np.flatnonzero(np.diff(array) > 1) + 1):
-        if len(run):
-            yield int(run[0]), int(run[-1])
 
 
 def _progressions(numbers: list[int]) -> list[_Band] | None:
@@ -199,7 +189,7 @@ def _block_pieces(mask: _Mask, rest: _Mask, lengths: Lengths) -> Iterator[list[P
     full = _all_in_cells(_all_in_cells(mask, queries, 0), keys, 1)
     (first_row, _), (first_column, _) = queries.cells(), keys.cells()
     near = np.flatnonzero(_full_diagonals(full)) - len(full) + 1 + first_column - first_row
-    bands = [(a, b) for a, b in _runs(near.tolist()) if a <= 0 <= b]
+    bands = [(a, b) for a, b in adjacent_runs(near) if a <= 0 <= b]
     candidates = [[Piece(queries, keys, *band) for band in bands]]
     candidates.append([Piece(queries, keys, 0, 0, inner_high=0)])
     columns = _columns(mask, queries, keys)
@@ -256,7 +246,7 @@ def _columns(mask: _Mask, queries: Axis, keys: Axis) -> list[Axis]:
     _, last = queries.cells()
     stop = queries.origin + size * last
     rows = mask[max(stop - size, 0) : stop, :size]
-    runs = _runs(np.flatnonzero(rows.all(axis=0)).tolist()) if len(rows) else ()
+    runs = adjacent_runs(np.flatnonzero(rows.all(axis=0))) if len(rows) else ()
     return [keys._replace(origin=first, width=end - first + 1) for first, end in runs]
 
 

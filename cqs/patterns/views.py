@@ -1,6 +1,6 @@
 """Affine views: a piece as bands between strided slices of the tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,22 @@ class View(NamedTuple):
         if self.high < FAR:
             mask &= columns <= (rows + self.high)[:, None]
         return mask
+
+
+def union_mask(views: Iterable[View], queries: range, keys: range) -> NDArray[np.bool_]:
+    """Return a boolean array ``[len(queries), len(keys)]``, True for the pairs of any view.
+
+    Args:
+        views: Views within the rectangle of these queries and keys.
+        queries: Query indices, a range of step 1.
+        keys: Key indices, a range of step 1.
+    """
+    mask = np.zeros((len(queries), len(keys)), dtype=bool)
+    for view in views:
+        at = view.moved(-queries.start, -keys.start)
+        rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
+        mask[rows, columns] |= view.to_mask()
+    return mask
 
 
 def views(piece: Piece) -> Iterator[View]:
@@ -163,9 +179,9 @@ def _pairs_of_cells(piece: Piece) -> Iterator[View]:
     rows, columns = piece.queries, piece.keys
     (a, a_last), (b, b_last) = rows.cells(), columns.cells()
     for cell in range(a, a_last + 1):
-        queries = rows.within_cells(cell, cell).tokens
+        queries = rows.within_cells(cell, cell + 1).tokens
         for key_cell in range(max(b, cell + piece.low), min(b_last, cell + piece.high) + 1):
-            keys = columns.within_cells(key_cell, key_cell).tokens
+            keys = columns.within_cells(key_cell, key_cell + 1).tokens
             apart = columns.origin + columns.step * key_cell - rows.origin - rows.step * cell
             band = apart + piece.inner_low, apart + piece.inner_high
             cell_piece = tidy(plain_piece(queries, keys, *band))

@@ -7,6 +7,7 @@ batched call reads overlapping or interleaved views of the tensors, without copi
 longer than the pairs that they leave out, a block row is one call with a mask, or a few.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -16,11 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cqs.partial import Gradients, Partial, lse_dtype, merge_own
-from cqs.patterns.views import View
+from cqs.patterns.views import View, union_mask
 from cqs.problem.dropout import DropoutBits
 from cqs.worker.backend import CallBackend
 from cqs.worker.operands import Operands, TaskOperands, mask_addend
@@ -178,28 +178,17 @@ def _with_masks(block_row: BlockRow, calls: list[Call]) -> list[Call]:
     """Return calls with a mask for all of a block row if they are faster, else the calls."""
     views, queries = block_row.views, block_row.queries
     if len(calls) == 1 and calls[0].number == 1:
-        return calls
+        return [_keep_mask(calls[0])]
     keys = range(min(v.keys.start for v in views), max(v.keys[-1] for v in views) + 1)
     area = len(queries) * len(keys)
     row_cost = _PAIRS_OF_A_ROW if len(calls) > 1 else 0
     if area > min(_MASKED_AREA, sum(_call_cost(call, row_cost) for call in calls)):
         return calls
-    mask = np.zeros((len(queries), len(keys)), dtype=bool)
-    for view in views:
-        at = view.moved(-queries.start, -keys.start)
-        rows, columns = (slice(side.start, side.stop, side.step) for side in at[:2])
-        mask[rows, columns] |= view.to_mask()
-    if area <= _AREA:
-        return [_masked_call(queries, keys, mask)._replace(mask=KeptMask(torch.from_numpy(mask)))]
-    height = max(_AREA // len(keys), 1)
-    return [
-        _masked_call(queries[first : first + height], keys, mask[first : first + height])
-        for first in range(0, len(queries), height)
-    ]
-
-
-def _masked_call(queries: range, keys: range, mask: NDArray[np.bool_]) -> Call:
-    return Call(View(queries, keys, bits=np.packbits(mask, axis=-1)))
+    mask = union_mask(views, queries, keys)
+    bits, height = np.packbits(mask, axis=-1), max(_AREA // len(keys), 1)
+    strips = [slice(first, first + height) for first in range(0, len(queries), height)]
+    masked = [Call(View(queries[rows], keys, bits=bits[rows])) for rows in strips]
+    return [_keep_mask(masked[0])] if len(masked) == 1 else masked
 
 
 def _call_cost(call: Call, row_cost: float) -> float:
@@ -214,11 +203,10 @@ def _call_cost(call: Call, row_cost: float) -> float:
     return _PAIRS_OF_A_CALL + rows * (row_cost + pair_cost * len(call.view.keys))
 
 
-def with_kept_mask(call: Call) -> Call:
-    """Return a single call that keeps its mask, if the mask is small."""
+def _keep_mask(call: Call) -> Call:
+    """Return a single call that keeps its mask, if it has a small one."""
     view = call.view
-    is_small = len(view.queries) * len(view.keys) <= _AREA
-    if call.is_causal or view.is_full or call.mask is not None or not is_small:
+    if call.is_causal or view.is_full or len(view.queries) * len(view.keys) > _AREA:
         return call
     return call._replace(mask=KeptMask(torch.from_numpy(view.to_mask())))
 
@@ -425,15 +413,9 @@ def _cut_strips(view: View) -> Iterator[Call]:
         number = max(min(isqrt(_PAIRS_OF_A_CALL * gap), most) // gap * gap, _STRIP)
     for first in range(0, len(view.queries), number):
         queries = view.queries[first : first + number]
-        keys = _between(view.keys, queries[0] + view.low, queries[-1] + view.high)
-        if keys:
+        first_key, last_key = queries[0] + view.low, queries[-1] + view.high
+        if keys := view.keys[bisect_left(view.keys, first_key) : bisect_right(view.keys, last_key)]:
             yield Call(view._replace(queries=queries, keys=keys))
-
-
-def _between(tokens: range, first: int, last: int) -> range:
-    """Return the tokens from ``first`` to ``last``."""
-    begin = max(-((tokens.start - first) // tokens.step), 0)
-    return tokens[begin : max((last - tokens.start) // tokens.step + 1, begin)]
 
 
 def _are_apart(queries: range, farthest: int, stride: int) -> bool:

@@ -77,15 +77,8 @@ class _Flash(CallBackend):
         self, operands: Operands, grad_output: Tensor, output: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, is_causal, scale, *_ = operands
-        # The kernel replaces an LSE of -inf by 0. With +inf all probabilities of the row are 0.
         positive_query, positive_scale = with_positive_scale(query, scale)
-        query_tensors = (
-            positive_query,
-            grad_output,
-            output,
-            lse.masked_fill(lse == -torch.inf, torch.inf),
-        )
-        key_tensors = key, value
+        query_tensors, key_tensors = (positive_query, grad_output, output, lse), (key, value)
         if not is_causal or query.shape[2] <= _LONGEST_SQUARE:
             grads = _gradients(query_tensors, key_tensors, is_causal, positive_scale)
         else:

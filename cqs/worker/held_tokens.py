@@ -59,15 +59,10 @@ class HeldTokens:
             self.tensor = join_rows(parts)
         return self.tensor
 
-    def zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return zeros ``[batch, heads, held tokens, ...]`` of this dtype."""
-        batch, heads, _, *dim = self.sample.shape
-        return self.sample.new_zeros((batch, heads, sum(map(len, self.ranges)), *dim), dtype=dtype)
-
-    def empty_like(self, part: Tensor) -> Tensor:
+    def empty_like(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialised tensor like ``part`` with one row (dim 2) for each held token."""
         batch, heads, _, *dim = part.shape
-        return part.new_empty((batch, heads, sum(map(len, self.ranges)), *dim))
+        return part.new_empty((batch, heads, sum(map(len, self.ranges)), *dim), dtype=dtype)
 
     def take(self, ranges: Iterable[range]) -> Tensor:
         """Return the tokens of ``ranges`` in order: a view if one tensor holds them, else a copy.

@@ -148,9 +148,9 @@ def _block_row_bytes(
     While a call computes, the result of the call before is still allocated.
     """
     before = peak = 0
+    all_rows = shape.batch * shape.num_heads * len(block_row.queries)
     if is_one_call(block_row.queries, calls):
-        rows = shape.batch * shape.num_heads * len(block_row.queries)
-        return _call_bytes(calls[0][0], rows, shape, backend.name)[0]
+        return _call_bytes(calls[0][0], all_rows, shape, backend.name)[0]
     for call, is_first in calls:
         rows, num_calls = shape.batch * shape.num_heads * len(call.view.queries), 1
         if call.number > 1:
@@ -165,10 +165,9 @@ def _block_row_bytes(
             before = sums + lse
         if num_calls > 1:
             peak = max(peak, before + computing)
-    rows = shape.batch * shape.num_heads * len(block_row.queries)
     if shape.sums_apart:
-        peak = max(peak, rows * shape.value_columns * shape.itemsize)
-    return rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
+        peak = max(peak, all_rows * shape.value_columns * shape.itemsize)
+    return all_rows * (shape.value_columns + 1) * shape.sum_itemsize + peak
 
 
 def _call_bytes(call: Call, rows: int, shape: AttentionShape, backend: str) -> tuple[int, int]:

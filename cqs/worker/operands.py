@@ -60,7 +60,7 @@ class Operands(NamedTuple):
     scale: float
     """Factor on the scores."""
     visible: Tensor | None = None
-    """Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all."""
+    """Live pairs, bool ``[seqlen_q, seqlen_kv]``; ``None`` means all, or those of ``is_causal``."""
     kept: Tensor | None = None
     """Pairs that dropout keeps, bool ``[batch, num_heads, seqlen_q, seqlen_kv]``; ``None`` means
     all. Dropout does not change the LSE."""

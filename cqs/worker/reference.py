@@ -52,7 +52,7 @@ class _Reference(CallBackend):
         output = weighted_sum(weights_BGRQK, value.to(dtype).unsqueeze(2))
         is_masked = is_causal or visible is not None
         if is_masked and not output.sum().isfinite():  # NaN that is masked out has leaked
-            seen = ~_masked_out(scores_BGRQK, is_causal, visible)
+            seen = ~_masked_out(scores_BGRQK, visible)
             output = _weigh_visible(weights_BGRQK, value.to(dtype).unsqueeze(2), seen)
         return Partial(output.flatten(1, 2).to(query.dtype), lse_BGRQ.flatten(1, 2))
 
@@ -80,8 +80,6 @@ class _Reference(CallBackend):
         query_BGRQD, grad_BGRQD, output_BGRQD, lse_BGRQ = (
             tensor.to(dtype).unflatten(1, groups) for tensor in (query, grad_output, output, lse)
         )
-        blind_BGRQ = lse_BGRQ == -torch.inf
-        lse_BGRQ1 = lse_BGRQ.masked_fill(blind_BGRQ, torch.inf).unsqueeze(-1)
         delta_BGRQ1 = (output_BGRQD * grad_BGRQD).sum(-1, keepdim=True)
         grad_p_BGRQK = grad_BGRQD @ value_BG1KD.mT
         factors_BGRQK: Tensor | float = 1.0
@@ -93,7 +91,7 @@ class _Reference(CallBackend):
         def grad_of(scores_BGRQK: Tensor) -> Tensor:
             nonlocal kept_BGRQK
             masked_BGRQK = _mask_out(scores_BGRQK, is_causal, visible)
-            p_BGRQK = (masked_BGRQK - lse_BGRQ1).exp()
+            p_BGRQK = (masked_BGRQK - lse_BGRQ.unsqueeze(-1)).exp()
             kept_BGRQK = p_BGRQK if kept is None else p_BGRQK * factors_BGRQK
             gradient: Tensor = p_BGRQK * (grad_p_BGRQK - delta_BGRQ1)
             return gradient
@@ -142,16 +140,15 @@ def _scaled(operands: Operands) -> Tensor:
 def _mask_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
     """Set the scores of pairs that are masked out to -inf, in place."""
     if is_causal or visible is not None:
-        scores.masked_fill_(_masked_out(scores, is_causal, visible), -torch.inf)
+        scores.masked_fill_(_masked_out(scores, visible), -torch.inf)
     return scores
 
 
-def _masked_out(scores: Tensor, is_causal: bool, visible: Tensor | None) -> Tensor:
-    """Return bool ``[seqlen_q, seqlen_kv]``, the pairs that are masked out."""
-    masked_out = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    if is_causal:
-        masked_out = (~masked_out).triu(1)
-    return masked_out if visible is None else masked_out.logical_or_(~visible)
+def _masked_out(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Return bool ``[seqlen_q, seqlen_kv]``, the pairs outside of a mask or a causal square."""
+    if visible is not None:
+        return ~visible
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
 
 
 def _weigh_visible(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class Worker:
         Returns:
             Gradients of all tokens held, in any memory layout.
         """
-        query, key, value, *_ = held
+        query, key, *_ = held
         backend = self.chosen or self._choose_for(steps, held)
         if steps and isinstance(backend, TaskBackend):
             operands = self._task_operands(steps, held)
@@ -204,17 +204,14 @@ class Worker:
         if self.pattern is None and seen == [(query.ranges, key.ranges)]:  # nothing to add up
             call_gradients = self._differentiate(backend, calls[0], held)
             return Gradients(*(gradient.to(dtype or sums) for gradient in call_gradients))
-        gradients = Gradients(query.zeros(sums), key.zeros(sums), value.zeros(sums))
+        gradients = Gradients(*(own.empty_like(own.sample, sums).zero_() for own in held[:3]))
         if self.pattern is None:
             for call in calls:
                 queries, keys, _ = call
-                grad_query, *kv_gradients = self._differentiate(backend, call, held)
-                gradients.query[:, :, _held_rows(queries, query)] += grad_query
-                parts = (part.split(list(map(len, keys)), dim=2) for part in kv_gradients)
-                for tokens, grad_key, grad_value in zip(keys, *parts, strict=True):
-                    rows = _held_rows(tokens, key)
-                    gradients.key[:, :, rows] += grad_key
-                    gradients.value[:, :, rows] += grad_value
+                parts, read = self._differentiate(backend, call, held), ((queries,), keys, keys)
+                for total, part, tokens, ranges in zip(gradients, parts, held, read, strict=False):
+                    for own, rows in zip(ranges, HeldTokens(part, ranges).split(), strict=True):
+                        total[:, :, _held_rows(own, tokens)] += rows
         elif steps:
             assert isinstance(backend, CallBackend)
             operands = self._task_operands(steps, held)

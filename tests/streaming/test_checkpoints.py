@@ -312,7 +312,7 @@ def test_what_was_not_saved_is_computed_again(maps, expected, monkeypatch):
     """A run that is killed saves nothing at its end. The next may have another budget."""
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints.Checkpoint, "__exit__", lambda *_: None)
+        patched.setattr(checkpoints.Checkpoint, "close", lambda *_: None)
         out = stop(maps, number=30)
     assert len(Path("run/cqs-resume").read_bytes().splitlines()) == 2, "the first block"
     assert not np.array_equal(out, expected)

@@ -163,8 +163,8 @@ def attention(
                 directory = stack.enter_context(WorkingDirectory(directory))
             request = _identify(problem, executor, target)
             plans = [executor.make_plan(part) for _, part in in_strips.parts()]
-            checkpoint = Checkpoint(directory, request, target, lse, plans)
-            executor.checkpoint = stack.enter_context(checkpoint)
+            executor.checkpoint = Checkpoint(directory, request, target, lse, plans)
+            stack.push(executor.checkpoint.close)
         compute(into=into)
     return Partial(out, lse).to_result(return_lse)
 

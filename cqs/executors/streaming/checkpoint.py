@@ -8,10 +8,10 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -59,14 +59,13 @@ class WorkingDirectory:
         with suppress(FileExistsError):
             self.path.mkdir(0o700)
         try:
-            self._folder, self._close_folder = self._open(self.path, os.O_DIRECTORY)
-            is_ours = os.fstat(self._folder).st_uid == os.geteuid()
+            is_ours = os.stat(self.path).st_uid == os.geteuid()
             # A run that was killed before it created the journal leaves an empty directory.
-            if not is_ours or (os.listdir(self._folder) and self.identify(_JOURNAL) is None):
+            if not is_ours or (os.listdir(self.path) and self.identify(_JOURNAL) is None):
                 raise NotADirectoryError
-            self._journal, self._close = self._open(
-                _JOURNAL, os.O_RDWR | os.O_CREAT, dir_fd=self._folder
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._journal = os.open(self.path / _JOURNAL, flags, 0o600)
+            self._close = weakref.finalize(self, os.close, self._journal)
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self.is_in_place:
                 raise FileNotFoundError  # the owner removed it between our open and our lock
@@ -93,25 +92,13 @@ class WorkingDirectory:
                     self.forget()
                 if not os.fstat(self._journal).st_size:
                     for name in reversed(FILES):
-                        self._remove(name)
-                    if not os.listdir(self._folder):
+                        (self.path / name).unlink(missing_ok=True)
+                    if not os.listdir(self.path):
                         self.path.rmdir()
         finally:
             # Closing alone does not unlock: processes forked meanwhile share the open file.
             fcntl.flock(self._journal, fcntl.LOCK_UN)
             self._close()
-            self._close_folder()
-
-    def _open(
-        self, path: str | Path, flags: int, dir_fd: int | None = None
-    ) -> tuple[int, Callable[[], object]]:
-        """Open a path that must not be a link; return the descriptor and a function to close it."""
-        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
-        return descriptor, weakref.finalize(self, os.close, descriptor)
-
-    def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._folder)
 
     def identify(self, name: str) -> tuple[int, int] | None:
         """Return device and inode of a file of the directory.
@@ -119,19 +106,22 @@ class WorkingDirectory:
         ``None`` means that it is missing, a link or a directory, or not of this user alone: another
         user who may write to the directory can place links to the files of this user.
         """
-        with suppress(FileNotFoundError):
-            inode = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            inode = os.stat(self.path / name, follow_symlinks=False)
             if stat.S_ISREG(inode.st_mode) and inode.st_uid == os.geteuid() and inode.st_nlink == 1:
                 return inode.st_dev, inode.st_ino
         return None
 
     def create(self, name: str, size: int) -> None:
         """Replace a file of the directory by one of zeros, and let its name reach the disk."""
-        self._remove(name)
-        descriptor, close = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._folder)
-        os.truncate(descriptor, size)
-        close()
-        os.fsync(self._folder)
+        (self.path / name).unlink(missing_ok=True)
+        with open(self.path / name, "xb", opener=partial(os.open, mode=0o600)) as file:
+            file.truncate(size)
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     @property
     def is_owned(self) -> bool:
@@ -140,13 +130,9 @@ class WorkingDirectory:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the path still names the directory that this process has locked."""
-        try:
-            is_same = os.path.samestat(os.fstat(self._folder), os.lstat(self.path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        """Whether the path still names the directory with the journal that is locked."""
         journal = os.fstat(self._journal)
-        return is_same and self.identify(_JOURNAL) == (journal.st_dev, journal.st_ino)
+        return self.identify(_JOURNAL) == (journal.st_dev, journal.st_ino)
 
     def forget(self) -> None:
         """Remove all entries of the journal, so that the next run starts from the beginning."""
@@ -257,11 +243,8 @@ class Checkpoint:
             self._entries = [{**first, "file": output.identity}]
             directory.create(_LSE, lse.nbytes)
 
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Save the progress; after a failed verification forget all of it."""
+    def close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Save the progress at the end of a run; after a failed verification forget all of it."""
         if isinstance(error, VerificationError):
             self._directory.forget()
         else:

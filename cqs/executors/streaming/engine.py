@@ -18,6 +18,7 @@ from cqs.problem import Problem
 from cqs.problem.score_terms import ScoreTerms
 from cqs.problem.scores import add_sinks
 from cqs.worker import HeldTokens, Worker
+from cqs.worker.units import Place, at_place
 
 _COPIES = {"cpu": DeviceCopies, "cuda": GpuCopies}
 
@@ -154,10 +155,10 @@ def _prepare(
     """
     shift = 0
     queries, keys = plan.sides(block.tokens, tokens)
-    if worker.dropout is not None:
-        worker = replace(worker, dropout=worker.dropout.moved(block.batch, block.heads.start))
+    place = Place(block.batch, block.kv_heads.start, plan.group_size, plan.heads_at_once)
+    worker = at_place(worker, place)
     if worker.terms is not None:
-        worker = replace(worker, terms=_terms_of(worker.terms, block, queries, keys, held[0]))
+        worker = replace(worker, terms=_cut_terms(worker.terms, queries, keys, held[0].device))
     has_positions = worker.terms is not None and worker.terms.depends_on_positions
     if worker.dropout is worker.pattern is None and not has_positions:
         shift = queries.start - keys.start
@@ -168,18 +169,13 @@ def _prepare(
     return worker, [plan.steps(queries, keys, shift), query, *key_and_value, *others]
 
 
-def _terms_of(
-    terms: ScoreTerms, block: HeldBlock, queries: range, keys: range, like: Tensor
-) -> ScoreTerms:
-    """Return the score terms of a chunk on the device of ``like``, with sums of their own."""
-    heads = slice(block.heads.start, block.heads.stop)
-    terms = terms.part(slice(block.batch, block.batch + 1), heads)
-    slopes = terms.alibi_slopes
-    if slopes is not None:
-        terms = replace(terms, alibi_slopes=slopes.to(like.device))
+def _cut_terms(terms: ScoreTerms, queries: range, keys: range, device: torch.device) -> ScoreTerms:
+    """Return the score terms of a chunk on the device that computes, with sums of their own."""
+    if terms.alibi_slopes is not None:
+        terms = replace(terms, alibi_slopes=terms.alibi_slopes.to(device))
     if terms.bias is None:
         return terms
-    bias = terms.cut(terms.bias, queries, keys).to(like.device)
+    bias = terms.cut(terms.bias, queries, keys).to(device)
     sums = terms.sums
     if terms.bias_requires_grad and sums:
         sums = torch.zeros_like(bias, dtype=sums[0].dtype), *sums[1:]

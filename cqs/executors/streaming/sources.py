@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -296,18 +297,13 @@ def _overlap(target: Tensor | InFile, source: Tensor | Source) -> bool:
     """Return whether two tensors in files are in the same, or the spans of two in memory meet."""
     if isinstance(target, InFile):
         return isinstance(source, InFile) and source.identity == target.identity
-    if not isinstance(source, Tensor):
-        return False
-    (start, stop), (first, last) = _span_of(target), _span_of(source)
-    return start < last and first < stop
+    return isinstance(source, Tensor) and np.may_share_memory(_array(target), _array(source))
 
 
-def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a CPU tensor, and that after its last byte."""
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((length - 1) * stride for length, stride in strides)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """Return the memory of a CPU tensor as an array, of float16 for bfloat16."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _repeats(tensor: Tensor) -> bool:
