@@ -160,7 +160,7 @@ def within_free_memory(group, case, cuts, free):
         return replace(make_placement(*arguments), limit=free)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
+        patch.setattr(prepared, "_placements", weakref.WeakKeyDictionary())
         patch.setattr(prepared._Placement, "of", classmethod(limited))
         return measure(partial(largest_error, group, case, cuts, {}))
 

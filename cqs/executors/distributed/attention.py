@@ -14,7 +14,7 @@ from cqs.executors.distributed.operator import (
     attention_in_graph,
     define_sharded_attention,
 )
-from cqs.executors.distributed.prepared import prepared_calls
+from cqs.executors.distributed.prepared import attend_shards, prepare_shards
 from cqs.executors.distributed.shards import (
     NO_ROWS,
     JointParts,
@@ -148,7 +148,7 @@ def prepare(
     """
     tensors, options = (query, key, value), {**options, "seed": None}
     call = _check_call(tensors, group, strategy, joint, options)
-    prepared_calls(call.group, call.values).prepare(call.group, call.problem)
+    prepare_shards(call.group, call.problem, call.values)
     return PreparedAttention(call.group, strategy, options, call.values)
 
 
@@ -210,7 +210,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor], *arguments: Any) -> Tensor |
     if call.compute is not None and not is_observed():
         answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
     else:
-        answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
+        answer = attend_shards(call.group, call.problem, call.values)
     return_lse: bool = call.values["return_lse"]
     if call.joint is not None:
         answer = call.joint.gather(answer, with_lse=return_lse)
