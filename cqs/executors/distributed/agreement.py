@@ -39,6 +39,8 @@ class Shards(NamedTuple):
     """Random seed of rank 0, which all ranks use."""
     machine: int
     """Number of the machine of rank 0's device, which all ranks plan for."""
+    number: int
+    """Number of the call on its group."""
 
 
 class Request:
@@ -288,7 +290,8 @@ class GroupCalls:
             own_numbers = dict(zip(names, (*counts, place), strict=False))
             _explain(control, request, own_numbers, error or self.error)  # of a thread meanwhile
         seqlens_q, seqlens_kv, seeds, machines = shards
-        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0], number)
 
     @property
     def error(self) -> RuntimeError | None:

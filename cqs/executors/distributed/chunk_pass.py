@@ -64,8 +64,7 @@ class ChunkPass(ChunkRounds[Route]):
             return Transfer(
                 [narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
             )
-        kind = type(self), sides
-        return self._exchange.send(kind, self.chunk.index, tensors, routes, heads)
+        return self._exchange.send(self.chunk.index, tensors, routes, heads)
 
     def hold(self, sides: tuple[int, ...], transfer: Transfer) -> None:
         """Wait for tokens and hold them."""
@@ -159,7 +158,7 @@ class ForwardPass(ChunkPass):
             results, self._merge = self._merge.finish(), None
         routes = [current.routes[QUERIES]] * 2
         results = results or self._empty_results(0)
-        return self._exchange.send(type(self), self.chunk.index, results, routes)
+        return self._exchange.send(self.chunk.index, results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
@@ -209,7 +208,7 @@ class ForwardPass(ChunkPass):
         if is_kept:
             self.compute_away(results)
         routes, fill = [route] * len(sent), None if is_kept else self._fill
-        return self._exchange.send(type(self), self.chunk.index, sent, routes, fill=fill)
+        return self._exchange.send(self.chunk.index, sent, routes, fill=fill)
 
     def _fill(self, places: list[Tensor]) -> None:
         """Compute results for other ranks in the send buffer, ``[rows, batch, heads, ...]``."""

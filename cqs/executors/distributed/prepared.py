@@ -15,7 +15,6 @@ from cqs.executors.distributed.agreement import (
     Request,
     Shards,
     agreed,
-    calls_on,
     control_group,
     swap,
 )
@@ -64,10 +63,8 @@ def attend_shards(group: Any, problem: Problem, values: Mapping[str, Any]) -> Pa
     request, own = _request_of(tuple(values.items())), _own_numbers(problem)
     # With gradients the backward pass checks: other ranks wait for this one to run it.
     with agreed(group, request, own, checks=not values["requires_grad"]) as shards:
-        calls = calls_on(group)
-        number, calls.num_calls = calls.num_calls, calls.num_calls + 1
         placement = _place(group, problem, values, shards)
-        return placement.attend(group, placement.bind(group, problem, shards.seed), number)
+        return placement.attend(group, placement.bind(group, problem, shards.seed), shards.number)
 
 
 def prepare_shards(group: Any, problem: Problem, values: Mapping[str, Any]) -> None:
@@ -86,7 +83,7 @@ def _request_of(values: tuple[tuple[str, Any], ...]) -> Request:
 def _place(group: Any, problem: Problem, values: Mapping[str, Any], shards: Shards) -> "_Placement":
     """Return what calls with these arguments and shard lengths share."""
     placements = _placements.setdefault(group, {})
-    key = *values.items(), shards._replace(seed=0)
+    key = *values.items(), shards._replace(seed=0, number=0)
     if key not in placements:
         placement = _Placement.of(group, problem, shards, values)
         if len(placements) >= _MOST_PLACEMENTS:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from cqs.executors.autograd import Kept
 from cqs.executors.distributed.backward_pass import BackwardPass
 from cqs.executors.distributed.chunk_pass import ChunkPass, ForwardPass, Sides
 from cqs.executors.distributed.layout import HeadChunk, Layout
-from cqs.executors.distributed.transport.exchange import Exchange, PacketLayouts, Transport
+from cqs.executors.distributed.transport.exchange import Exchange, Transport
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -48,8 +48,6 @@ class RankTask:
     """Whether the LSE of the answer is required; otherwise it may stay uninitialised."""
     keeps: bool
     """Whether to keep tensors for the backward pass."""
-    packets: PacketLayouts = field(default_factory=dict)
-    """Layouts of the packets of its exchanges."""
 
     def attend(
         self,
@@ -160,8 +158,7 @@ class RankTask:
         num_turns = None if is_bounded else self.transport.num_turns
         at_once = 1 if is_bounded else min(most, len(chunks))
         streams = nullcontext(nullcontext) if at_once == 1 else open_streams(device, at_once)
-        exchanged = Exchange(self.transport, number, num_chunks, self.packets)
-        with exchanged as exchange, streams as on_stream:
+        with Exchange(self.transport, number, num_chunks) as exchange, streams as on_stream:
             passes = map(partial(make, exchange), chunks)
             return run_chunks(passes, num_turns, on_stream, allocate)
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Size, Tensor
 
 from cqs.executors.distributed.route import HeadsOfRanks, PackOffsets, Route
 from cqs.partial import has_triton
@@ -135,10 +136,6 @@ class PacketLayout:
         return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
 
 
-PacketLayouts = dict[Any, list[PacketLayout]]
-"""Layouts of the packets of the exchanges of a task, made in its first call."""
-
-
 class Packet:
     """Rows of several tensors that follow one route and are packed into one message per rank."""
 
@@ -255,27 +252,24 @@ class MessageTransport(Transport):
         rows_of_packets = [packet.new_rows(packet.layout.num_sent) for packet in packets]
         fill(rows_of_packets)
         group, tag = self._group(), _FIRST_TAG + self._number % _NUM_TAGS
-        outgoing, incoming = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        sent, received = list[dist.P2POp](), list[dist.P2POp]()
         for packet, packed in zip(packets, rows_of_packets, strict=True):
-            layout = packet.layout
-            sides: list[tuple[dict[int, list[Tensor]], Tensor, Sequence[int]]]
-            sides = [(outgoing, packed, layout.lengths)]
-            if not layout.route.stays:
-                sides.append((incoming, packet.received, layout.expected))
-            for rows_by_rank, tensor, lengths in sides:
-                own, parts = layout.route.rank, tensor.split_with_sizes(lengths)
+            layout, own = packet.layout, packet.layout.route.rank
+            if layout.route.stays:
+                continue
+            for messages, operation, rows, lengths in (
+                (sent, dist.isend, packed, layout.lengths),
+                (received, dist.irecv, packet.received, layout.expected),
+            ):
+                parts = rows.split_with_sizes(lengths)
                 # A rank sends to the next one first: at the same time no two send to one rank.
                 for rank in (*range(own + 1, len(parts)), *range(own)):
                     if lengths[rank]:
-                        rows_by_rank.setdefault(rank, []).append(parts[rank])
+                        choices = {"group": group, "tag": tag, "group_peer": rank}
+                        messages.append(dist.P2POp(operation, parts[rank], **choices))
         # Receives first: gloo tells a sender on their one connection that it may send, which would
         # wait behind rows that are sent the other way.
-        messages = [
-            dist.P2POp(operation, rows, group=group, tag=tag, group_peer=rank)
-            for operation, rows_by_rank in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for rank, tensors in rows_by_rank.items()
-            for rows in tensors
-        ]
+        messages = received + sent
         if not messages:
             return []
         # One batch: messages posted one by one can wait for each other in a cycle of ranks.
@@ -342,9 +336,7 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(
-        self, transport: Transport, number: int, num_chunks: int | None, layouts: PacketLayouts
-    ) -> None:
+    def __init__(self, transport: Transport, number: int, num_chunks: int | None) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
@@ -353,9 +345,8 @@ class Exchange:
             num_chunks: Number of head chunks of the pass, each sent once in each direction, or
                 ``None`` if memory is limited, so that only :data:`BOUNDED_TURNS` sends are in
                 transit. Chunk or send i uses buffer slot ``i % num_turns`` of the transport.
-            layouts: Layouts of packets that earlier passes have made; new ones are added.
         """
-        self._transport, self._number, self._layouts = transport, number, layouts
+        self._transport, self._number = transport, number
         self._num_turns = min(num_chunks or BOUNDED_TURNS, transport.num_turns)
         self._sends = count() if num_chunks is None else None
         self._transfers: list[Transfer] = []
@@ -375,7 +366,6 @@ class Exchange:
 
     def send(
         self,
-        kind: Any,
         chunk: int,
         sources: Sequence[Tensor],
         routes: Sequence[Route],
@@ -385,7 +375,6 @@ class Exchange:
         """Send rows of tensors to the other ranks, and start receiving theirs.
 
         Args:
-            kind: A hashable name of the exchange among those of a head chunk with these routes.
             chunk: Index of the head chunk.
             sources: Tensors ``[batch, heads, rows, ...]``.
             routes: For each tensor, its route.
@@ -398,15 +387,15 @@ class Exchange:
         Returns:
             The transfer of one tensor ``[batch, heads of a rank, rows, ...]`` per source.
         """
-        key = kind, chunk, *routes
-        if key not in self._layouts:
-            self._layouts[key] = _lay_out(sources, routes, heads, has_copies=fill is None)
-        packets, received, first, most = list[Packet](), list[Tensor](), 0, 0
-        for layout in self._layouts[key]:
-            stop = first + len(layout.widths)
-            packets.append(Packet(layout, sources[first:stop]))
+        packets, received, most = list[Packet](), list[Tensor](), 0
+        for route, chosen in by_route(sources, routes):
+            tensors = sources[chosen.start : chosen.stop]
+            rank_heads = None if heads is None else tuple(heads[chosen.start : chosen.stop])
+            shapes = tuple(map(attrgetter("shape"), tensors))
+            layout = _lay_out(route, shapes, tensors[0].itemsize, rank_heads, fill is None)
+            packets.append(Packet(layout, tensors))
             received += packets[-1].received_by_source
-            first, most = stop, max(most, layout.places.most)
+            most = max(most, layout.places.most)
 
         def pack(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
@@ -424,7 +413,7 @@ class Exchange:
         return self._transfers[-1]
 
 
-def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, range]]:
     """Group adjacent tensors that one packet can hold: same route, trailing shape and dtype.
 
     Routes are compared by identity, because routes that are equal on this rank may differ on
@@ -433,47 +422,42 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
     Returns:
         For each group its route and the indices of its tensors.
     """
-    groups: list[tuple[Route, list[int]]] = []
-    last = None
+    groups, last = list[tuple[Route, range]](), None
     for i, (tensor, route) in enumerate(zip(tensors, routes, strict=True)):
         kind = id(route), tensor.shape[3:], tensor.dtype
-        if kind != last:
-            groups.append((route, []))
-        groups[-1][1].append(i)
+        first = groups.pop()[1].start if kind == last else i
+        groups.append((route, range(first, i + 1)))
         last = kind
     return groups
 
 
+@lru_cache(maxsize=256)
 def _lay_out(
-    sources: Sequence[Tensor],
-    routes: Sequence[Route],
+    route: Route,
+    shapes: Sequence[Size],
+    itemsize: int,
     heads: Sequence[HeadsOfRanks] | None,
-    *,
     has_copies: bool,
-) -> list[PacketLayout]:
-    """Return the layouts of the packets of an exchange, see :meth:`Exchange.send`.
+) -> PacketLayout:
+    """Return the layout of a packet, see :meth:`Exchange.send`.
 
     Args:
-        sources: The tensors.
-        routes: For each tensor, its route.
+        route: The route of its tensors.
+        shapes: The shape of each tensor.
+        itemsize: Size of an element in bytes.
         heads: For each tensor, the heads that every rank requires; ``None`` for results.
         has_copies: Whether results are copied, or else computed in the send buffer.
     """
-    layouts, is_home = [], heads is None
-    for route, chosen in by_route(sources, routes):
-        source, schedule = sources[chosen[0]], CopySchedule()
-        if heads is not None:
-            rank_heads = [heads[i] for i in chosen]
-            widths = [len(ranges[0]) for ranges in rank_heads]
-            schedule = _schedule_out(route, rank_heads)
-        else:
-            widths = [sources[i].shape[1] for i in chosen]
-            if has_copies and not route.stays:
-                schedule = _schedule_home(route, widths)
-        row_shape = source.shape[0], sum(widths), *source.shape[3:]
-        sizes = row_shape, source.itemsize, tuple(widths)
-        layouts.append(PacketLayout(route, *sizes, schedule, is_home=is_home))
-    return layouts
+    (batch, _, _, *columns), schedule = shapes[0], CopySchedule()
+    if heads is not None:
+        widths = tuple(len(ranges[0]) for ranges in heads)
+        schedule = _schedule_out(route, heads)
+    else:
+        widths = tuple(shape[1] for shape in shapes)
+        if has_copies and not route.stays:
+            schedule = _schedule_home(route, widths)
+    row_shape = batch, sum(widths), *columns
+    return PacketLayout(route, row_shape, itemsize, widths, schedule, is_home=heads is None)
 
 
 def _schedule_out(route: Route, heads: Sequence[HeadsOfRanks]) -> CopySchedule:

@@ -153,10 +153,8 @@ class PeerMemory(Transport):
         flag_bytes = _aligned(self._memory.flag_bytes)
         num_bytes = flag_bytes + num_turns * sum(sizes)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
-        stream_index, stream = (
-            turn % self.num_streams,
-            torch.cuda.current_stream(self._device.index),
-        )
+        stream_index = turn % self.num_streams
+        stream = torch.cuda.current_stream(self._device.index)
         if num_bytes > self._memory.buffer.nbytes:
             self._grow(num_bytes)
             with self._launching:
