@@ -162,8 +162,7 @@ def attend(
         forward = partial(observed, "forward", partial(executor.run, hooks=hooks))
         backward = partial(observed, "backward", executor.run_backward)
         if into is None:
-            attend_part = partial(keep_operands, forward, backward)
-            answer = attend_differentiably(problem, attend_part, forward)
+            answer = attend_differentiably(problem, partial(keep_operands, forward, backward))
         else:
             answer = into
             for where, part in problem.parts():

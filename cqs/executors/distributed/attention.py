@@ -201,12 +201,25 @@ class PreparedAttention:
         """
         options: AttentionOptions = {**self._options, "seed": seed, "scores": scores}
         choices = self._group, self._strategy, joint, options
-        return _attend((query, key, value), *choices, self._values)
+        return _attend((query, key, value), *choices, prepared=self._values)
 
 
-def _attend(tensors: tuple[Tensor, Tensor, Tensor], *arguments: Any) -> Tensor | AttentionOutput:
-    """Compute a call; the arguments are those of :func:`_check_call`."""
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    *arguments: Any,
+    prepared: Mapping[str, Any] | None = None,
+) -> Tensor | AttentionOutput:
+    """Compute a call.
+
+    Args:
+        tensors: Query, key and value.
+        *arguments: The other arguments of :func:`_check_call`.
+        prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
+    """
     call = _check_call(tensors, *arguments)
+    if prepared is not None:
+        with errors_shared(call.group):
+            _check_prepared(call.values, prepared)
     if call.compute is not None and not is_observed():
         answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
     else:
@@ -249,7 +262,6 @@ def _check_call(
     strategy: Strategy | None,
     joint: JointTokens | JointRows | None,
     options: AttentionOptions,
-    prepared: Mapping[str, Any] | None = None,
 ) -> _CheckedCall:
     """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
 
@@ -259,7 +271,6 @@ def _check_call(
         strategy: How the ranks divide the call.
         joint: The joint tokens; :class:`JointRows` if the shards have them already.
         options: The other options.
-        prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or a rank has failed.
@@ -268,26 +279,19 @@ def _check_call(
         NotImplementedError: The tensors are not supported.
     """
     joined = _joined_group(group, tensors[0])
-    rows, parts = NO_ROWS, None
-    if joint is None or isinstance(joint, JointRows):
-        rows = joint or NO_ROWS
-        if (known := _find_known(tensors, joined, strategy, rows, options)) is not None:
-            values, compute = known
-            if prepared is not None:
-                with errors_shared(joined):
-                    _check_prepared(values, prepared)
-            problem = Problem(*tensors, is_causal=False, scale=values["scale"])
-            return _CheckedCall(joined, problem, values, None, None, compute)
+    if (known := _find_known(tensors, joined, strategy, joint, options)) is not None:
+        values, compute = known
+        problem = Problem(*tensors, is_causal=False, scale=values["scale"])
+        return _CheckedCall(joined, problem, values, None, None, compute)
+    rows, parts = joint, None
     with errors_shared(joined):
         shards, mesh = to_local(*autocast(*tensors))
-        if not (joint is None or isinstance(joint, JointRows)):
-            parts = JointParts(joint, joined)
+        if not isinstance(rows, JointRows | None):
+            parts = JointParts(rows, joined)
             shards, options = parts.join(shards, options)
             rows = parts.rows
         config = dist.get_backend_config(joined)
-        problem, values = _check(shards, joined.size(), config, strategy, rows, options)
-        if prepared is not None:
-            _check_prepared(values, prepared)
+        problem, values = _check(shards, joined.size(), config, rows, strategy, options)
     return _CheckedCall(joined, problem, values, parts, mesh)
 
 
@@ -307,7 +311,7 @@ def _find_known(
     tensors: tuple[Tensor, Tensor, Tensor],
     group: Any,
     strategy: Strategy | None,
-    rows: JointRows,
+    joint: JointTokens | JointRows | None,
     options: AttentionOptions,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return values and function of a call whose signature is known; see :class:`_CheckedCall`."""
@@ -316,12 +320,14 @@ def _find_known(
     has_values = options.get("seed") is not None or options.get("scores") is not None
     if has_values or not is_known or type(dropout_p) is not float or dropout_p:
         return None
-    # The fields apart: equal values of different types are different options.
-    choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
+    if not isinstance(joint, JointRows | None):
+        return None
+    # The fields too: equal values of different types are different options.
+    fields = vars(strategy).values() if isinstance(strategy, Strategy) else ()
     given = map(options.get, _DEFAULTS, _DEFAULTS.values())
     config = dist.get_backend_config(group)
-    call = group.size(), config, is_captured(tensors[0].device), rows, *choices, *given
-    return find_known(_make_known, *tensors, *call)
+    call = group.size(), config, joint, strategy, is_captured(tensors[0].device)
+    return find_known(_make_known, *tensors, *call, *given, *fields)
 
 
 def _make_known(
@@ -330,19 +336,18 @@ def _make_known(
     value: Tensor,
     num_ranks: int,
     config: str,
+    joint: JointRows | None,
+    strategy: Strategy | None,
     is_captured: bool,
-    rows: JointRows,
     *choices: Any,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return the values that ranks compare, and for one rank the function that computes the call.
 
     It returns ``None`` if tensors must be expanded or padded.
     """
-    number = len(choices) - len(_DEFAULTS)
-    strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
-    options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
+    options: Any = dict(zip(_DEFAULTS, choices, strict=False))
     tensors = query, key, value
-    problem, values = _check(tensors, num_ranks, config, strategy, rows, options)
+    problem, values = _check(tensors, num_ranks, config, joint, strategy, options)
     shapes = problem.query.shape, problem.key.shape, problem.value.shape
     if shapes != (query.shape, key.shape, value.shape):
         return None
@@ -357,8 +362,8 @@ def _check(
     shards: Sequence[Tensor],
     num_ranks: int,
     config: str,
+    joint: JointRows | None,
     strategy: Strategy | None,
-    rows: JointRows,
     options: AttentionOptions,
 ) -> tuple[Problem, dict[str, Any]]:
     """Validate the shards and options of a call.
@@ -367,8 +372,8 @@ def _check(
         shards: Query, key and value, with joint tokens.
         num_ranks: Number of ranks of the group.
         config: Backends of the group by device.
+        joint: Number and position of the joint tokens, or ``None``.
         strategy: How the ranks divide the call.
-        rows: Number and position of the joint tokens.
         options: The other options.
 
     Returns:
@@ -411,7 +416,7 @@ def _check(
         "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
-        "joint tokens": rows,
+        "joint tokens": joint or NO_ROWS,
         "reproducible": problem.is_reproducible,
         "num_tasks": problem.num_tasks,
         "environment": problem.is_reproducible and describe_environment(problem.query.device.type),

@@ -188,7 +188,7 @@ class _Placement:
             task = self._task_of(part)
             chosen, plan = task.worker.chosen, task.layout.plan
             backend = "several" if chosen is None else chosen.name
-            attend = partial(self._attend_task, group, number, task)
+            attend = partial(self._attend_task, group, task)
         else:  # no rank sends a row in either pass
             shapes = part.query.shape, part.key.shape, part.value.shape
             empty = part.empty_answer()
@@ -205,7 +205,7 @@ class _Placement:
 
         return attended._replace(differentiate=compare_and_differentiate)
 
-    def _attend_task(self, group: Any, number: int, task: RankTask, part: Problem) -> Attended:
+    def _attend_task(self, group: Any, task: RankTask, part: Problem) -> Attended:
         """Compute the task of this rank for a part of the problem."""
         shapes, terms = (part.query.shape, part.key.shape, part.value.shape), None
         task_terms, bias = None, tuple[Tensor, ...]()
@@ -214,13 +214,13 @@ class _Placement:
             layouts = [self._lay_out(part, rank) for rank in ranks]
             terms = RankTerms(group, part.terms, task.layout, layouts)
             task_terms, bias = terms.gather(part.terms)
-        answer, kept = task.attend(part, task_terms, number)
+        answer, kept = task.attend(part, task_terms)
         num_bias = len(bias)
 
         def differentiate(kept: Kept, grad_output: Tensor, sums: Sequence[Tensor]) -> Gradients:
             bias, kept = kept[:num_bias], kept[num_bias:]
             task_terms = None if terms is None else terms.with_sums(bias, sums)
-            gradients = task.differentiate(shapes, kept, grad_output, task_terms, number)
+            gradients = task.differentiate(shapes, kept, grad_output, task_terms)
             if terms is not None and task_terms is not None:
                 terms.return_sums(task_terms, sums)
             return gradients

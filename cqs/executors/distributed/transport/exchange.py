@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Size, Tensor
 
+from cqs.executors.distributed.agreement import calls_on
 from cqs.executors.distributed.route import HeadsOfRanks, PackOffsets, Route
 from cqs.partial import has_triton
 from cqs.scheduler.machines import SENT, ChunkRule
@@ -25,9 +26,9 @@ from cqs.scheduler.machines import SENT, ChunkRule
 BOUNDED_TURNS = 2
 """Number of sends in transit in one direction if memory is limited."""
 _FIRST_TAG = 1 << 30
-"""First message tag of this package. Every call has its own tag, apart from the user's tags."""
+"""First message tag of this package. Every pass has its own tag, apart from the user's tags."""
 _NUM_TAGS = 1 << 30
-"""Number of tags; later calls take them again."""
+"""Number of tags; later passes take them again."""
 _SETTLING_SECONDS = 10.0
 """Seconds that a failed call waits for pending transfers, at most."""
 
@@ -191,12 +192,8 @@ class Transport:
     peak_bytes = 0
     """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
 
-    def begin(self, number: int) -> None:
-        """Begin a forward or backward pass on which all ranks have agreed.
-
-        Args:
-            number: Number of the call on its group; equal on all ranks.
-        """
+    def begin(self) -> None:
+        """Begin a forward or backward pass on which all ranks have agreed."""
 
     def end(self) -> None:
         """End the pass, also after an error. Later work on the current stream waits for its end."""
@@ -234,12 +231,7 @@ class MessageTransport(Transport):
     def __init__(self, group: Any) -> None:
         """Use a process group; ranks without rows post no messages."""
         # Its user decides how long a group lives, not the calls that are prepared for it.
-        self._group = weakref.ref(group)
-        self._number = 0
-
-    def begin(self, number: int) -> None:
-        """Begin a pass, whose messages carry the tag of its call."""
-        self._number = number
+        self._group, self._calls = weakref.ref(group), calls_on(group)
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
@@ -251,7 +243,7 @@ class MessageTransport(Transport):
         # allocator returns their memory afterwards.
         rows_of_packets = [packet.new_rows(packet.layout.num_sent) for packet in packets]
         fill(rows_of_packets)
-        group, tag = self._group(), _FIRST_TAG + self._number % _NUM_TAGS
+        group, tag = self._group(), _FIRST_TAG + self._calls.num_calls % _NUM_TAGS
         sent, received = list[dist.P2POp](), list[dist.P2POp]()
         for packet, packed in zip(packets, rows_of_packets, strict=True):
             layout, own = packet.layout, packet.layout.route.rank
@@ -336,23 +328,22 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(self, transport: Transport, number: int, num_chunks: int | None) -> None:
+    def __init__(self, transport: Transport, num_chunks: int | None) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
-            number: Number of the call on its group.
             num_chunks: Number of head chunks of the pass, each sent once in each direction, or
                 ``None`` if memory is limited, so that only :data:`BOUNDED_TURNS` sends are in
                 transit. Chunk or send i uses buffer slot ``i % num_turns`` of the transport.
         """
-        self._transport, self._number = transport, number
+        self._transport = transport
         self._num_turns = min(num_chunks or BOUNDED_TURNS, transport.num_turns)
         self._sends = count() if num_chunks is None else None
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
-        self._transport.begin(self._number)
+        self._transport.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -108,7 +108,7 @@ class PeerMemory(Transport):
         arguments = weakref.ref(self), memory, self._unfinished
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
-    def begin(self, number: int) -> None:
+    def begin(self) -> None:
         """Begin a pass; see :class:`cqs.executors.distributed.transport.exchange.Transport`.
 
         Raises:
