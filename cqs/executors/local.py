@@ -51,8 +51,7 @@ class LocalExecutor:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
                 for task in plan.tasks:
                     tiler.add(task.index, worker.run_steps(task.steps, *held))
-                    if hooks.progress:
-                        hooks.advance(problem, task.live_pairs)
+                    hooks.advance(problem, task.live_pairs)
                 answer = tiler.finish()
                 if problem.sinks is None:
                     return answer
@@ -60,8 +59,7 @@ class LocalExecutor:
                 return add(answer, problem.sinks)
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
-        if hooks.progress:
-            hooks.advance(problem, plan.live_pairs)
+        hooks.advance(problem, plan.live_pairs)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:

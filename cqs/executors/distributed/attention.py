@@ -204,6 +204,13 @@ class PreparedAttention:
         return _attend((query, key, value), *choices, prepared=self._values)
 
 
+_FIXED = (
+    *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
+    *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
+)
+"""Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
+
+
 def _attend(
     tensors: tuple[Tensor, Tensor, Tensor],
     *arguments: Any,
@@ -219,7 +226,10 @@ def _attend(
     call = _check_call(tensors, *arguments)
     if prepared is not None:
         with errors_shared(call.group):
-            _check_prepared(call.values, prepared)
+            for name in _FIXED:
+                if (got := call.values[name]) != prepared[name]:
+                    rule = f"{name} must be as prepared, {prepared[name]}"
+                    raise ValueError(f"{rule}, got {got}")
     if call.compute is not None and not is_observed():
         answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
     else:
@@ -247,13 +257,6 @@ class _CheckedCall(NamedTuple):
     """The mesh of the arguments, if they are DTensors."""
     compute: Attend | None = None
     """Computes the tensors of the call, if no other rank is required."""
-
-
-_FIXED = (
-    *("batch", "num_heads", "num_kv_heads", "head_dim", "value_dim"),
-    *("dtype", "device", "has_sinks", "softcap", "score_terms", "bias"),
-)
-"""Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
 
 
 def _check_call(
@@ -434,13 +437,6 @@ def _check(
             f"strategy must have neither plan nor max_bytes with reproducible=True, got {strategy}"
         )
     return problem, values
-
-
-def _check_prepared(values: Mapping[str, Any], prepared: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the tensors of a call are as prepared."""
-    for name in _FIXED:
-        if values[name] != prepared[name]:
-            raise ValueError(f"{name} must be as prepared, {prepared[name]}, got {values[name]}")
 
 
 def _joined_group(group: Any, query: Any) -> Any:

@@ -10,7 +10,13 @@ from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.layout import Layout, ShardedWork, lay_out, make_chunks
+from cqs.executors.distributed.layout import (
+    Layout,
+    ShardedWork,
+    SplitSteps,
+    lay_out,
+    make_chunks,
+)
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.token_order import TokenOrder, make_rounds, predict_orders
 from cqs.executors.distributed.transport.exchange import BOUNDED_TURNS
@@ -221,7 +227,7 @@ def order_tokens(
         num_batches: See :class:`TokenOrder`.
         is_streamed: See :class:`TokenOrder`.
     """
-    plan, streamed, steps = layout.plan, 1 - resident, layout.steps
+    plan, streamed = layout.plan, 1 - resident
     number = len(plan.key_groups) if is_streamed else 1
 
     def route(side: int, part: Cells) -> Route:
@@ -254,8 +260,8 @@ def order_tokens(
         for batch in divide(resident, cells, num_batches)
     )
     rounds = tuple(make_rounds(resident, batches))
-    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
-    return replace(layout, rounds=rounds, is_bounded=True, **separate)
+    split = SplitSteps((), (), layout.steps)
+    return replace(layout, split=split, rounds=rounds, is_bounded=True)
 
 
 def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterator[Cell]:

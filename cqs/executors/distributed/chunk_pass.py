@@ -127,7 +127,7 @@ class ForwardPass(ChunkPass):
 
     def compute_own(self) -> None:
         """Compute the steps that require no tokens of other ranks, if they are separate."""
-        if steps := self.layout.own_steps:
+        if steps := self.layout.split.own:
             own = self._worker.run_together(steps, *self._own_tokens)
             self._own.insert(0, (own, slice(None)))  # first in every chunk, so bits are the same
 
@@ -224,14 +224,14 @@ class ForwardPass(ChunkPass):
         layout = self.layout
         query = HeldTokens(self._held[QUERIES][0], layout.query_route.held)
         held = query, *self._held_keys(layout.away_sees_own)
-        self._worker.run_steps(layout.away_steps, *held, sinks=self._sinks, into=results)
+        self._worker.run_steps(layout.split.away, *held, sinks=self._sinks, into=results)
 
     def _compute_home(self) -> None:
         """Compute the shard's queries with keys of other ranks, if there are such steps.
 
         If the results are final and not kept, they are written into the answer.
         """
-        steps, layout, into = self.layout.home_steps, self.layout, None
+        steps, layout, into = self.layout.split.home, self.layout, None
         if not steps and (self._keep or not layout.is_final):
             return
         query, seeing = self._own_tokens[0], layout.queries

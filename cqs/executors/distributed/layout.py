@@ -75,13 +75,9 @@ class Layout:
     """
 
     plan: Plan
-    own_steps: tuple[Step, ...]
-    """Steps that read this rank's shard alone; empty if :attr:`is_final`."""
-    home_steps: tuple[Step, ...]
-    """Other steps for queries of this rank's shard; empty if final and gradients are required."""
-    away_steps: tuple[Step, ...]
-    """Steps for queries of other ranks; the whole task if final and gradients are required, because
-    the backward pass reads its results."""
+    split: SplitSteps
+    """The steps of this rank. If :attr:`is_final`, there are no own steps, and if gradients are
+    required, the whole task is in the away steps, because the backward pass reads its results."""
     queries: range
     """Positions of the queries of this rank's shard."""
     keys: range
@@ -92,16 +88,16 @@ class Layout:
     """Route of keys and values; includes this rank's own if steps also read keys of other ranks. It
     is the same object as ``query_route`` either on every rank or on none."""
     result_route: Route
-    """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
+    """Route of the queries of away steps; their results are sent along it in reverse."""
     chunks: tuple[HeadChunk, ...]
     """Head chunks, which together cover all heads."""
     separate: Separate
-    """For every rank, the numbers of queries of which it merges results of ``own_steps``, and of
-    ``home_steps``."""
+    """For every rank, the numbers of queries of which it merges results of own steps, and of home
+    steps."""
     rounds: tuple[Round[Route], ...]
     """The rounds of every head chunk: one, unless memory is limited."""
     is_bounded: bool = False
-    """Whether memory is limited. Then all steps are in ``away_steps`` and belong to a round."""
+    """Whether memory is limited. Then all steps are away steps and belong to a round."""
 
     @cached_property
     def rank(self) -> int:
@@ -116,22 +112,22 @@ class Layout:
     @property
     def steps(self) -> tuple[Step, ...]:
         """All steps of this rank, which are its whole task."""
-        return self.own_steps + self.home_steps + self.away_steps
+        return sum(self.split, ())
 
     @cached_property
     def home_queries(self) -> range:
         """Queries of the shard from the first home step to the last."""
-        return span_of(self.home_steps)
+        return span_of(self.split.home)
 
     @cached_property
     def home_sees_own(self) -> bool:
         """Whether the home steps read keys of this rank's shard alone."""
-        return see_only(self.keys, self.home_steps)
+        return see_only(self.keys, self.split.home)
 
     @cached_property
     def away_sees_own(self) -> bool:
         """Whether the away steps read keys of this rank's shard alone."""
-        return see_only(self.keys, self.away_steps)
+        return see_only(self.keys, self.split.away)
 
     @cached_property
     def num_keys(self) -> int:
@@ -243,7 +239,7 @@ def lay_out(work: ShardedWork, rank: int) -> Layout:
         for split, queries in zip(splits, shards_q, strict=True)
     ]
     routes = query_route, key_route, result_route
-    return Layout(task_plan, *splits[rank], *own, *routes, chunks, separate, (whole,))
+    return Layout(task_plan, splits[rank], *own, *routes, chunks, separate, (whole,))
 
 
 def _find_needs(

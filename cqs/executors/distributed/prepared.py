@@ -1,7 +1,7 @@
 """Calls on a process group that share a signature: their plans and routing tables, made once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,20 +25,17 @@ from cqs.executors.distributed.rank_terms import RankTerms, has_own_rows
 from cqs.executors.distributed.rank_units import RankUnits
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.connections import (
-    Links,
     probe_links,
     ranks_per_host,
     transport_of,
 )
-from cqs.executors.distributed.transport.exchange import Transport
 from cqs.executors.distributed.verify import verify_shards
 from cqs.executors.observe import observe
 from cqs.partial import Gradients, Partial
-from cqs.patterns import Pattern
 from cqs.problem import GPU_TILE, Problem
 from cqs.problem.masks import check_pattern
 from cqs.problem.score_terms import ScoreTerms
-from cqs.scheduler.machines import MACHINES, Machine
+from cqs.scheduler.machines import MACHINES
 from cqs.worker import BACKENDS, Worker
 from cqs.worker.memory import free_bytes
 
@@ -85,56 +82,50 @@ def _place(group: Any, problem: Problem, values: Mapping[str, Any], shards: Shar
     placements = _placements.setdefault(group, {})
     key = *values.items(), shards._replace(seed=0, number=0)
     if key not in placements:
-        placement = _Placement.of(group, problem, shards, values)
+        placement = _Placement(group, problem, shards, values)
         if len(placements) >= _MOST_PLACEMENTS:
             del placements[next(iter(placements))]
         placements[key] = placement
     return placements[key]
 
 
-@dataclass(frozen=True)
 class _Placement:
     """What the calls of one signature with equal shard lengths on all ranks share."""
 
-    values: Mapping[str, Any]
-    """The arguments that are equal on all ranks, by name."""
-    rank: int
-    shards: Shards
-    machine: Machine
-    transport: Transport
-    limit: int | None
-    """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else on GPUs the memory
-    that is free on every rank."""
-    is_causal: bool
-    """Whether attention over the whole sequence is dense and causal."""
-    pattern: Pattern | None
-    """Pattern of the whole sequence; ``None`` if it is dense."""
-    tasks: dict[Any, RankTask] = field(default_factory=dict)
-    """The tasks of this rank, by pattern, batch, numbers of heads and whether they are
-    deterministic."""
-
-    @classmethod
-    def of(
-        cls, group: Any, problem: Problem, shards: Shards, values: Mapping[str, Any]
-    ) -> "_Placement":
-        """Return the placement; every rank calls this, with arguments on which all have agreed."""
-        device, links = problem.query.device, values["links"]
-        per_host = ranks_per_host(group)
+    def __init__(
+        self, group: Any, problem: Problem, shards: Shards, values: Mapping[str, Any]
+    ) -> None:
+        """Choose machine, transport and limit; every rank calls this, with agreed arguments."""
+        self.values, self.shards, self.rank = values, shards, dist.get_rank(group)
+        self.lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
+        """Numbers of queries and keys of the whole sequence."""
+        device, per_host, links = problem.query.device, ranks_per_host(group), values["links"]
         has_one_host = per_host == len(shards.seqlens_q)
         if links is None and not has_one_host:
             links = probe_links(group, device)
-        transport = transport_of(group, device)
-        batch, num_heads, *_ = problem.query.shape
-        lengths = sum(shards.seqlens_q), sum(shards.seqlens_kv)
-        is_causal, pattern = values["is_causal"], values["pattern"]
-        if pattern is not None:
-            is_causal, pattern = check_pattern(pattern, is_causal, batch, num_heads, *lengths)
-        machine, limit = _plan_for(shards, per_host, links), values["max_bytes"]
-        if limit is None and not values["is_captured"] and device.type == "cuda":
-            limit = min(swap(control_group(group), [free_bytes(device)]))
-        return cls(
-            values, dist.get_rank(group), shards, machine, transport, limit, is_causal, pattern
-        )
+        name = list(MACHINES)[shards.machine]
+        if name == "CPU" and has_one_host and links is None:
+            name = "H200"  # so that programs which are tried on CPUs run the plans of GPUs
+        self.machine = replace(MACHINES[name], devices_per_node=per_host)
+        """The machine to plan for, which is the same on all ranks."""
+        if links is not None:
+            side = "bandwidth" if has_one_host else "between"
+            rates = {side: links.bandwidth, "latency": links.latency}
+            self.machine = replace(self.machine, **rates)
+        self.transport = transport_of(group, device)
+        self.is_causal, self.pattern = values["is_causal"], values["pattern"]
+        """Whether attention over the whole sequence is dense and causal, and its pattern, if any"""
+        if self.pattern is not None:
+            sizes = *problem.query.shape[:2], *self.lengths
+            self.is_causal, self.pattern = check_pattern(self.pattern, self.is_causal, *sizes)
+        self.limit: int | None = values["max_bytes"]
+        """Most bytes that any rank may hold for exchanges: ``max_bytes``, or else on GPUs the
+        memory that is free on every rank."""
+        if self.limit is None and not values["is_captured"] and device.type == "cuda":
+            self.limit = min(swap(control_group(group), [free_bytes(device)]))
+        self.tasks: dict[Any, RankTask] = {}
+        """The tasks of this rank, by pattern, batch, numbers of heads and whether they are
+        deterministic."""
 
     def bind(self, group: Any, problem: Problem, seed: int) -> Problem:
         """Return a problem with the mask of the whole sequence and the seed of rank 0.
@@ -150,7 +141,7 @@ class _Placement:
 
     def _bind_terms(self, group: Any, terms: ScoreTerms, num_rows: int) -> ScoreTerms:
         """Return score terms with the positions of the rows and columns of their bias."""
-        num_queries, num_keys = sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv)
+        num_queries, num_keys = self.lengths
         terms = replace(terms, distance=num_keys - num_queries)
         if terms.bias is None:
             return terms
@@ -253,15 +244,13 @@ class _Placement:
     def _make_task(self, part: Problem) -> RankTask:
         """Return this rank's task of a part of the problem, without dropout and score terms."""
         pattern, values = part.pattern, self.values
-        bound = None
-        if pattern is not None:
-            bound = pattern.bind(sum(self.shards.seqlens_q), sum(self.shards.seqlens_kv))
+        bound = None if pattern is None else pattern.bind(*self.lengths)
         worker = Worker(part.scale, values["backend"], None, bound)
         layout = self._lay_out(part, self.rank)
         # Calls add dropout and score terms. No steps stand for launches of several ones.
         complete = replace(worker, dropout=part.dropout, terms=part.terms)
         rounds = (current.steps for current in layout.rounds)
-        groups = (), layout.own_steps, layout.home_steps, layout.away_steps, *rounds
+        groups = (), *layout.split, *rounds
         tensors = part.query, part.key, part.value  # raises on all ranks or on none
         chosen = {complete.choose_backend(*tensors, steps).name for steps in groups}
         if len(chosen) == 1:
@@ -306,18 +295,3 @@ def _machine_of(device: torch.device) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     known = (i for i, part in enumerate(MACHINES) if part in name.upper())
     return next(known, list(MACHINES).index("H100"))
-
-
-def _plan_for(shards: Shards, per_host: int, links: Links | None) -> Machine:
-    """Return the machine to plan for, which is the same on all ranks.
-
-    CPUs of one host plan as GPUs do, so that programs which are tried on CPUs run the same plans.
-    """
-    name, has_one_host = list(MACHINES)[shards.machine], per_host == len(shards.seqlens_q)
-    if name == "CPU" and has_one_host and links is None:
-        name = "H200"
-    machine = replace(MACHINES[name], devices_per_node=per_host)
-    if links is None:
-        return machine
-    side = "bandwidth" if has_one_host else "between"
-    return replace(machine, **{side: links.bandwidth, "latency": links.latency})
