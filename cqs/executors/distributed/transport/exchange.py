@@ -8,9 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Size, Tensor
 
 from cqs.executors.distributed.agreement import calls_on
-from cqs.executors.distributed.route import HeadsOfRanks, PackOffsets, Route
+from cqs.executors.distributed.route import HeadsOfRanks, Route
 from cqs.partial import has_triton
 from cqs.scheduler.machines import SENT, ChunkRule
 
@@ -76,65 +75,64 @@ def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: Co
         )
 
 
-@dataclass(frozen=True, eq=False)
 class PacketLayout:
-    """Route, heads and row shape of a packet, which all calls of a signature share."""
+    """Route, heads and row shape of a packet, the same for all calls with equal arguments."""
 
-    route: Route
-    row_shape: tuple[int, ...]
-    """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
-    itemsize: int
-    """Size of an element in bytes."""
-    widths: tuple[int, ...]
-    """Number of heads of each source that are sent to a rank."""
-    schedule: CopySchedule = ()
-    """Copies from the sources, listed twice, to the rows for other ranks and then to
-    :attr:`Packet.received_by_source`. Empty if nothing is copied or the caller writes the rows."""
-    _: KW_ONLY
-    is_home: bool
-    """Whether the rows are results, sent along the route in reverse to the token owners."""
+    def __init__(
+        self,
+        route: Route,
+        shapes: Sequence[Size],
+        itemsize: int,
+        heads: Sequence[HeadsOfRanks] | None,
+        has_copies: bool,
+    ) -> None:
+        """Lay out the tensors of a packet, see :meth:`Exchange.send`.
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Number of rows that this rank sends to every rank; 0 for itself."""
-        numbers = list(self.route.receives if self.is_home else self.route.lengths)
-        numbers[self.route.rank] = 0
-        return numbers
-
-    @cached_property
-    def num_sent(self) -> int:
-        """Number of rows that this rank sends to others."""
-        return sum(self.lengths)
-
-    @cached_property
-    def expected(self) -> Sequence[int]:
-        """Number of rows that this rank receives from every rank, itself included."""
-        return self.route.lengths if self.is_home else self.route.receives
-
-    @cached_property
-    def num_received(self) -> int:
-        """Number of rows that this rank receives, from itself included."""
-        return sum(self.expected)
-
-    @cached_property
-    def places(self) -> PackOffsets:
-        """Row offsets of the packed rows in the send buffers of all ranks."""
-        return self.route.offsets[self.is_home]
-
-    @cached_property
-    def row_bytes(self) -> int:
+        Args:
+            route: The route of its tensors.
+            shapes: The shape of each tensor.
+            itemsize: Size of an element in bytes.
+            heads: For each tensor, the heads that every rank requires; ``None`` for results, which
+                are sent along the route in reverse to the token owners.
+            has_copies: Whether results are copied, or else computed in the send buffer.
+        """
+        (batch, _, _, *columns), is_home, self.route = shapes[0], heads is None, route
+        self.schedule = CopySchedule()
+        """Copies from the sources, listed twice, to the rows for other ranks and then to
+        :attr:`Packet.received_by_source`. Empty if nothing is copied or the caller writes the rows.
+        """
+        if heads is not None:
+            self.widths = [len(ranges[0]) for ranges in heads]
+            self.schedule = _schedule_out(route, heads)
+        else:
+            self.widths = [shape[1] for shape in shapes]
+            if has_copies and not route.stays:
+                self.schedule = _schedule_home(route, self.widths)
+        """Number of heads of each source that are sent to a rank."""
+        self.row_shape = batch, sum(self.widths), *columns
+        """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
+        self.row_bytes = math.prod(self.row_shape) * itemsize
         """Size of one packed row in bytes."""
-        return math.prod(self.row_shape) * self.itemsize
-
-    @cached_property
-    def stays_home(self) -> bool:
+        sent, self.expected = route.lengths, route.receives
+        """Number of rows that this rank receives from every rank, itself included."""
+        if is_home:
+            sent, self.expected = self.expected, sent
+        self.lengths = list(sent)
+        """Number of rows that this rank sends to every rank; 0 for itself."""
+        self.lengths[route.rank] = 0
+        self.num_sent, self.num_received = sum(self.lengths), sum(self.expected)
+        self.places = route.offsets[is_home]
+        """Row offsets of the packed rows in the send buffers of all ranks."""
+        self.stays_home = is_home and route.stays
         """Whether these are results of which this rank neither sends nor receives any."""
-        return self.is_home and self.route.stays
 
     def by_source(self, rows: Tensor) -> list[Tensor]:
         """Return views ``[batch, heads, rows, ...]`` of packed rows, one for each source."""
         packed = rows.movedim(0, 2)
         return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
+
+
+_find_layout = lru_cache(maxsize=256)(PacketLayout)
 
 
 class Packet:
@@ -383,7 +381,7 @@ class Exchange:
             tensors = sources[chosen.start : chosen.stop]
             rank_heads = None if heads is None else tuple(heads[chosen.start : chosen.stop])
             shapes = tuple(map(attrgetter("shape"), tensors))
-            layout = _lay_out(route, shapes, tensors[0].itemsize, rank_heads, fill is None)
+            layout = _find_layout(route, shapes, tensors[0].itemsize, rank_heads, fill is None)
             packets.append(Packet(layout, tensors))
             received += packets[-1].received_by_source
             most = max(most, layout.places.most)
@@ -420,35 +418,6 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
         groups.append((route, range(first, i + 1)))
         last = kind
     return groups
-
-
-@lru_cache(maxsize=256)
-def _lay_out(
-    route: Route,
-    shapes: Sequence[Size],
-    itemsize: int,
-    heads: Sequence[HeadsOfRanks] | None,
-    has_copies: bool,
-) -> PacketLayout:
-    """Return the layout of a packet, see :meth:`Exchange.send`.
-
-    Args:
-        route: The route of its tensors.
-        shapes: The shape of each tensor.
-        itemsize: Size of an element in bytes.
-        heads: For each tensor, the heads that every rank requires; ``None`` for results.
-        has_copies: Whether results are copied, or else computed in the send buffer.
-    """
-    (batch, _, _, *columns), schedule = shapes[0], CopySchedule()
-    if heads is not None:
-        widths = tuple(len(ranges[0]) for ranges in heads)
-        schedule = _schedule_out(route, heads)
-    else:
-        widths = tuple(shape[1] for shape in shapes)
-        if has_copies and not route.stays:
-            schedule = _schedule_home(route, widths)
-    row_shape = batch, sum(widths), *columns
-    return PacketLayout(route, row_shape, itemsize, widths, schedule, is_home=heads is None)
 
 
 def _schedule_out(route: Route, heads: Sequence[HeadsOfRanks]) -> CopySchedule:
