@@ -1,7 +1,7 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,7 @@ def prepare(
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
     tensors, options = (query, key, value), {**options, "seed": None}
-    call = _check_call(tensors, group, strategy, joint, options)
+    call = _CheckedCall(tensors, group, strategy, joint, options)
     prepare_shards(call.group, call.problem, call.values)
     return PreparedAttention(call.group, strategy, options, call.values)
 
@@ -220,10 +220,10 @@ def _attend(
 
     Args:
         tensors: Query, key and value.
-        *arguments: The other arguments of :func:`_check_call`.
+        *arguments: The other arguments of :class:`_CheckedCall`.
         prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
     """
-    call = _check_call(tensors, *arguments)
+    call = _CheckedCall(tensors, *arguments)
     if prepared is not None:
         with errors_shared(call.group):
             for name in _FIXED:
@@ -242,60 +242,53 @@ def _attend(
     return answer.to_result(return_lse)
 
 
-class _CheckedCall(NamedTuple):
+class _CheckedCall:
     """A call whose arguments are valid on this rank."""
 
-    group: Any
-    """The process group."""
-    problem: Problem
-    """This rank's shards, with the joint tokens."""
-    values: dict[str, Any]
-    """The arguments that must be equal on all ranks, by name."""
-    joint: JointParts | None
-    """The joint tokens that have joined the shards."""
-    mesh: "DeviceMesh | None"
-    """The mesh of the arguments, if they are DTensors."""
-    compute: Attend | None = None
-    """Computes the tensors of the call, if no other rank is required."""
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        group: "dist.ProcessGroup | DeviceMesh | None",
+        strategy: Strategy | None,
+        joint: JointTokens | JointRows | None,
+        options: AttentionOptions,
+    ) -> None:
+        """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
 
+        Args:
+            tensors: Query, key and value, see :func:`cqs.distributed.attention`.
+            group: The process group.
+            strategy: How the ranks divide the call.
+            joint: The joint tokens; :class:`JointRows` if the shards have them already.
+            options: The other options.
 
-def _check_call(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    group: "dist.ProcessGroup | DeviceMesh | None",
-    strategy: Strategy | None,
-    joint: JointTokens | JointRows | None,
-    options: AttentionOptions,
-) -> _CheckedCall:
-    """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
-
-    Args:
-        tensors: Query, key and value, see :func:`cqs.distributed.attention`.
-        group: The process group.
-        strategy: How the ranks divide the call.
-        joint: The joint tokens; :class:`JointRows` if the shards have them already.
-        options: The other options.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized, or a rank has failed.
-        TypeError: An argument has the wrong type.
-        ValueError: An argument does not fit.
-        NotImplementedError: The tensors are not supported.
-    """
-    joined = _joined_group(group, tensors[0])
-    if (known := _find_known(tensors, joined, strategy, joint, options)) is not None:
-        values, compute = known
-        problem = Problem(*tensors, is_causal=False, scale=values["scale"])
-        return _CheckedCall(joined, problem, values, None, None, compute)
-    rows, parts = joint, None
-    with errors_shared(joined):
-        shards, mesh = to_local(*autocast(*tensors))
-        if not isinstance(rows, JointRows | None):
-            parts = JointParts(rows, joined)
-            shards, options = parts.join(shards, options)
-            rows = parts.rows
-        config = dist.get_backend_config(joined)
-        problem, values = _check(shards, joined.size(), config, rows, strategy, options)
-    return _CheckedCall(joined, problem, values, parts, mesh)
+        Raises:
+            RuntimeError: torch.distributed is not initialized, or a rank has failed.
+            TypeError: An argument has the wrong type.
+            ValueError: An argument does not fit.
+            NotImplementedError: The tensors are not supported.
+        """
+        self.group = _joined_group(group, tensors[0])
+        self.joint: JointParts | None = None
+        """The joint tokens that have joined the shards."""
+        self.mesh: DeviceMesh | None = None
+        """The mesh of the arguments, if they are DTensors."""
+        self.compute: Attend | None = None
+        """Computes the tensors of the call, if no other rank is required."""
+        if (known := _find_known(tensors, self.group, strategy, joint, options)) is not None:
+            self.values, self.compute = known
+            """The arguments that must be equal on all ranks, by name."""
+            self.problem = Problem(*tensors, is_causal=False, scale=self.values["scale"])
+            """This rank's shards, with the joint tokens."""
+            return
+        with errors_shared(self.group):
+            shards, self.mesh = to_local(*autocast(*tensors))
+            if not isinstance(joint, JointRows | None):
+                self.joint = JointParts(joint, self.group)
+                shards, options = self.joint.join(shards, options)
+                joint = self.joint.rows
+            sizes = self.group.size(), dist.get_backend_config(self.group)
+            self.problem, self.values = _check(shards, *sizes, joint, strategy, options)
 
 
 _DEFAULTS: AttentionOptions = {
