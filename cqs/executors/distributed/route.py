@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,15 +14,6 @@ from cqs.scheduler.placement import Ranges, count_rows
 
 HeadsOfRanks = tuple[range, ...]
 """A range of heads for every rank; all ranges have one length."""
-
-
-class PackOffsets(NamedTuple):
-    """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""
-
-    firsts: tuple[int, ...]
-    """For every rank, the index of the first row that it packs for this rank."""
-    most: int
-    """Number of rows in the largest send buffer of any rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +82,20 @@ class Route:
         """Number of rows that this rank receives from every rank, itself included."""
         return tuple(self.numbers[:, self.rank].tolist())
 
-    @cached_property
-    def offsets(self) -> tuple[PackOffsets, PackOffsets]:
-        """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
-        numbers = self.numbers.copy()
-        np.fill_diagonal(numbers, 0)
-        out, home = (
-            PackOffsets(
-                tuple(counts[:, : self.rank].sum(axis=1).tolist()), int(counts.sum(axis=1).max())
-            )
-            for counts in (numbers, numbers.T)
-        )
-        return out, home
+    def find_offsets(self, *, is_home: bool) -> tuple[tuple[int, ...], int]:
+        """Return row offsets in the send buffers of all ranks, ordered by receiving rank.
+
+        Args:
+            is_home: Whether the rows are results, which are sent in reverse.
+
+        Returns:
+            For every rank, the index of the first row that it packs for this rank; and the number
+            of rows in the largest send buffer of any rank.
+        """
+        counts = (self.numbers.T if is_home else self.numbers).copy()
+        np.fill_diagonal(counts, 0)
+        firsts = tuple(counts[:, : self.rank].sum(axis=1).tolist())
+        return firsts, int(counts.sum(axis=1).max())
 
     @cached_property
     def stays(self) -> bool:

@@ -121,8 +121,9 @@ class PacketLayout:
         """Number of rows that this rank sends to every rank; 0 for itself."""
         self.lengths[route.rank] = 0
         self.num_sent, self.num_received = sum(self.lengths), sum(self.expected)
-        self.places = route.offsets[is_home]
-        """Row offsets of the packed rows in the send buffers of all ranks."""
+        self.firsts, self.most = route.find_offsets(is_home=is_home)
+        """For every rank, the index of the first row that it packs for this rank; and the number
+        of rows in the largest send buffer of any rank."""
         self.stays_home = is_home and route.stays
         """Whether these are results of which this rank neither sends nor receives any."""
 
@@ -188,7 +189,8 @@ class Transport:
     has_buffer = False
     """Whether packed rows are in a send buffer that stays allocated between sends."""
     peak_bytes = 0
-    """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
+    """Peak size of the send buffer that a call required, in bytes, which PyTorch's memory
+    statistics do not include."""
 
     def begin(self) -> None:
         """Begin a forward or backward pass on which all ranks have agreed."""
@@ -384,7 +386,7 @@ class Exchange:
             layout = _find_layout(route, shapes, tensors[0].itemsize, rank_heads, fill is None)
             packets.append(Packet(layout, tensors))
             received += packets[-1].received_by_source
-            most = max(most, layout.places.most)
+            most = max(most, layout.most)
 
         def pack(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
