@@ -107,7 +107,12 @@ def agreed(
     """
     calls = calls_on(group)
     if not calls.lock.acquire(blocking=False):
-        calls.overlap = f"a call of {threading.current_thread().name} during another"
+        calls.overlap = (
+            "group must be used by one thread at a time, got a call of "
+            f"{threading.current_thread().name} during another: make a process group for each "
+            "thread with torch.distributed.new_group. This group cannot be used again, and its "
+            "results may be wrong since threads have shared it"
+        )
         calls.lock.acquire()
     try:
         yield calls.compare(control_group(group), request, own, error)
@@ -263,7 +268,7 @@ class GroupCalls:
         self.lock = threading.RLock()
         """Held during a call."""
         self.overlap = ""
-        """Description of the last call that overlapped another one."""
+        """Message about the last call that overlapped another one."""
         self.num_calls = 0
         """Number of calls whose arguments all ranks have found equal."""
         self.num_sends = 0
@@ -296,13 +301,7 @@ class GroupCalls:
     @property
     def error(self) -> RuntimeError | None:
         """Error of all calls after two threads called on the group at the same time, or None."""
-        if not self.overlap:
-            return None
-        return RuntimeError(
-            f"group must be used by one thread at a time, got {self.overlap}: make a process "
-            "group for each thread with torch.distributed.new_group. This group cannot be used "
-            "again, and its results may be wrong since threads have shared it"
-        )
+        return RuntimeError(self.overlap) if self.overlap else None
 
 
 def calls_on(group: Any) -> GroupCalls:

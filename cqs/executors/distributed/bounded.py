@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cqs.executors.distributed.layout import (
+    HeadChunk,
     Layout,
     ShardedWork,
     SplitSteps,
@@ -84,7 +85,7 @@ def lay_out_within(limit: Limit, work: ShardedWork, rank: int) -> Layout:
     degree, kind, order = chosen
     layout = lay_out(work.planned(degree, kind), rank)
     chunks = make_chunks(order.num_chunks, len(work.seqlens_q), degree, work.shape)
-    return replace(order_tokens(layout, cut_tasks(layout), *order[1:]), chunks=chunks)
+    return order_tokens(layout, cut_tasks(layout), chunks, order)
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +97,8 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     """
     num_ranks, is_small = len(work.seqlens_q), len(work.seqlens_q) <= _FEW_RANKS
     count = partial(_count_bytes, limit, with_gradients=work.with_gradients)
-    held = count(lay_out(work, 0))
+    whole = lay_out(work, 0)
+    held = count(whole, whole.chunks)
     assert limit.max_bytes is not None
     if held <= limit.max_bytes:
         return None
@@ -109,7 +111,8 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
 
     @cache
     def reorder(degree: int, kind: Kind, *order: Any) -> Layout:
-        return order_tokens(*cut(degree, kind), *order)
+        layout, cells = cut(degree, kind)
+        return order_tokens(layout, cells, layout.chunks, TokenOrder(1, *order))
 
     def num_units(degree: int, kind: Kind) -> tuple[int, int]:
         if is_small or isinstance(kind, Documents):
@@ -136,7 +139,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
         chunks = make_chunks(order.num_chunks, num_ranks, degree, work.shape)
-        held = count(replace(reorder(degree, kind, *order[1:]), chunks=chunks))
+        held = count(reorder(degree, kind, *order[1:]), chunks)
         if held <= limit.max_bytes:
             return degree, kind, order
         least = min(least, (held, (degree, kind, order)), key=itemgetter(0))
@@ -148,7 +151,9 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     )
 
 
-def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
+def _count_bytes(
+    limit: Limit, layout: Layout, chunks: Sequence[HeadChunk], *, with_gradients: bool
+) -> float:
     """Return the most bytes that any rank holds at a time, with its send buffer.
 
     If the limit is free memory, results and gradients are included.
@@ -156,6 +161,7 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
     Args:
         limit: Shape and options of the call.
         layout: The layout of any rank: its routes have the flows of all.
+        chunks: The head chunks.
         with_gradients: Whether to count a backward pass too.
     """
     shards = layout.query_route.shards, layout.key_route.shards
@@ -176,7 +182,7 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
-    chunk_shape, num_chunks = layout.chunks[0].part(limit.shape), len(layout.chunks)
+    chunk_shape, num_chunks = chunks[0].part(limit.shape), len(chunks)
     counts = [
         [
             HeldBytes(
@@ -216,17 +222,17 @@ def count_units(cells: Cells) -> tuple[int, int]:
 
 
 def order_tokens(
-    layout: Layout, cells: Cells, resident: int, num_batches: int, is_streamed: bool
+    layout: Layout, cells: Cells, chunks: tuple[HeadChunk, ...], order: TokenOrder
 ) -> Layout:
     """Return the layout of a rank that receives tokens in an order.
 
     Args:
         layout: The layout of the rank, with gradients.
         cells: The cells of all ranks.
-        resident: See :class:`TokenOrder`.
-        num_batches: See :class:`TokenOrder`.
-        is_streamed: See :class:`TokenOrder`.
+        chunks: The head chunks.
+        order: The order.
     """
+    _, resident, num_batches, is_streamed = order
     plan, streamed = layout.plan, 1 - resident
     number = len(plan.key_groups) if is_streamed else 1
 
@@ -260,8 +266,9 @@ def order_tokens(
         for batch in divide(resident, cells, num_batches)
     )
     rounds = tuple(make_rounds(resident, batches))
-    split = SplitSteps((), (), layout.steps)
-    return replace(layout, split=split, rounds=rounds, is_bounded=True)
+    routes = layout.query_route, layout.key_route, layout.result_route
+    fields = routes, chunks, layout.separate, rounds
+    return Layout(plan, SplitSteps((), (), layout.steps), *fields, is_bounded=True)
 
 
 def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterator[Cell]:
