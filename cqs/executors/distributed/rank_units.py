@@ -75,7 +75,7 @@ class RankUnits:
         """Divide the units of a problem.
 
         Args:
-            group: The process group; ``None`` means the default group.
+            group: The process group.
             problem: This rank's shards, with the mask of the whole sequence.
             lengths: Number of queries, and of keys, of every rank.
             backend: Name of a backend; ``None`` means the preferred one.
