@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cqs.executors.autograd import Attended, Kept, attend_differentiably
-from cqs.executors.distributed.agreement import (
-    Request,
-    Shards,
-    agreed,
-    control_group,
-    swap,
-)
+from cqs.executors.distributed.agreement import Request, Shards, agreed, control_group, swap
 from cqs.executors.distributed.bounded import Limit, lay_out_within
 from cqs.executors.distributed.layout import Layout, ShardedWork
 from cqs.executors.distributed.rank_task import RankTask
@@ -114,7 +108,7 @@ class _Placement:
             self.machine = replace(self.machine, **rates)
         self.transport = transport_of(group, device)
         self.is_causal, self.pattern = values["is_causal"], values["pattern"]
-        """Whether attention over the whole sequence is dense and causal, and its pattern, if any"""
+        """Whether attention over the whole sequence is dense and causal, and its pattern."""
         if self.pattern is not None:
             sizes = *problem.query.shape[:2], *self.lengths
             self.is_causal, self.pattern = check_pattern(self.pattern, self.is_causal, *sizes)
