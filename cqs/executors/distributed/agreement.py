@@ -55,10 +55,7 @@ class Request:
 
 
 def agree(
-    group: Any,
-    request: Request,
-    own: Sequence[int] = (0, 0, 0, 0),
-    error: Exception | None = None,
+    group: Any, request: Request, own: Sequence[int] = (0, 0, 0, 0), error: Exception | None = None
 ) -> Shards:
     """Compare a call with the calls of all other ranks; every rank must call this.
 
@@ -118,8 +115,8 @@ def agreed(
         yield calls.compare(control_group(group), request, own, error)
     finally:
         calls.lock.release()
-    if checks and (overlap := calls.error) is not None:
-        raise overlap
+    if checks and calls.overlap:
+        raise RuntimeError(calls.overlap)
 
 
 def _explain(
@@ -275,11 +272,7 @@ class GroupCalls:
         """Number of P2P sends in all passes that were not captured in a CUDA graph."""
 
     def compare(
-        self,
-        control: Any,
-        request: Request,
-        own: Sequence[int] = (0, 0, 0, 0),
-        error: Exception | None = None,
+        self, control: Any, request: Request, own: Sequence[int], error: Exception | None
     ) -> Shards:
         """Compare a call with those of other ranks, while the group is held; see :func:`agree`."""
         if self.overlap:
