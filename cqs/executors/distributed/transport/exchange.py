@@ -133,7 +133,7 @@ class PacketLayout:
         return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
 
 
-_find_layout = lru_cache(maxsize=256)(PacketLayout)
+_find_layout = lru_cache(maxsize=1024)(PacketLayout)
 
 
 class Packet:
