@@ -32,7 +32,11 @@ class Attended(NamedTuple):
     queries; see :func:`cqs.problem.scores.sink_rows`."""
 
 
-def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended]) -> Partial:
+def attend_differentiably(
+    problem: Problem,
+    attend: Callable[[Problem], Attended],
+    forward: Callable[[Problem], Partial] | None = None,
+) -> Partial:
     """Compute attention and record its backward pass for autograd.
 
     Autograd treats the LSE as a constant. A backward pass with ``create_graph=True`` raises
@@ -41,6 +45,7 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
     Args:
         problem: The checked problem. Per-head patterns are computed in parts.
         attend: Computes the forward pass of a problem with a single pattern.
+        forward: Computes it if no gradients are required; ``None`` means ``attend``.
 
     Returns:
         Output and LSE.
@@ -48,17 +53,17 @@ def attend_differentiably(problem: Problem, attend: Callable[[Problem], Attended
     query, key, value = problem.query, problem.key, problem.value
     if torch.is_autocast_enabled(query.device.type):  # the inputs keep their dtypes
         with torch.autocast(query.device.type, enabled=False):
-            return attend_differentiably(problem, attend)
+            return attend_differentiably(problem, attend, forward)
     if problem.differs_by_head:
         rows: dict[int | None, list[Partial]] = {}
         for (row, _), part in problem.parts():
-            rows.setdefault(row.start, []).append(attend_differentiably(part, attend))
+            rows.setdefault(row.start, []).append(attend_differentiably(part, attend, forward))
         return _join([_join(row, dim=1) for row in rows.values()], dim=0)
     if problem.requires_grad:
         leaves = () if problem.terms is None else problem.terms.leaves
         options = problem.sinks, problem, attend
         return Partial(*_Attention.apply(query, key, value, *options, *leaves))
-    return attend(problem).answer
+    return attend(problem).answer if forward is None else forward(problem)
 
 
 def keep_operands(

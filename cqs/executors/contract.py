@@ -162,7 +162,8 @@ def attend(
         forward = partial(observed, "forward", partial(executor.run, hooks=hooks))
         backward = partial(observed, "backward", executor.run_backward)
         if into is None:
-            answer = attend_differentiably(problem, partial(keep_operands, forward, backward))
+            attend_part = partial(keep_operands, forward, backward)
+            answer = attend_differentiably(problem, attend_part, forward)
         else:
             answer = into
             for where, part in problem.parts():

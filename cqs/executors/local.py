@@ -51,7 +51,8 @@ class LocalExecutor:
                 tiler = Tiler(plan, *(into or problem.empty_answer()))
                 for task in plan.tasks:
                     tiler.add(task.index, worker.run_steps(task.steps, *held))
-                    hooks.advance(problem, task.live_pairs)
+                    if hooks.progress:
+                        hooks.advance(problem, task.live_pairs)
                 answer = tiler.finish()
                 if problem.sinks is None:
                     return answer
