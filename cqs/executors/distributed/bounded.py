@@ -10,14 +10,7 @@ from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.layout import (
-    HeadChunk,
-    Layout,
-    ShardedWork,
-    SplitSteps,
-    lay_out,
-    make_chunks,
-)
+from cqs.executors.distributed.layout import Layout, ShardedWork, SplitSteps, lay_out, make_chunks
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.token_order import TokenOrder, make_rounds, predict_orders
 from cqs.executors.distributed.transport.exchange import BOUNDED_TURNS
@@ -84,8 +77,7 @@ def lay_out_within(limit: Limit, work: ShardedWork, rank: int) -> Layout:
         return lay_out(work, rank)
     degree, kind, order = chosen
     layout = lay_out(work.planned(degree, kind), rank)
-    chunks = make_chunks(order.num_chunks, len(work.seqlens_q), degree, work.shape)
-    return order_tokens(layout, cut_tasks(layout), chunks, order)
+    return order_tokens(layout, cut_tasks(layout), order, work.shape)
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +90,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     num_ranks, is_small = len(work.seqlens_q), len(work.seqlens_q) <= _FEW_RANKS
     count = partial(_count_bytes, limit, with_gradients=work.with_gradients)
     whole = lay_out(work, 0)
-    held = count(whole, whole.chunks)
+    held = count(whole, len(whole.chunks))
     assert limit.max_bytes is not None
     if held <= limit.max_bytes:
         return None
@@ -111,8 +103,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
 
     @cache
     def reorder(degree: int, kind: Kind, *order: Any) -> Layout:
-        layout, cells = cut(degree, kind)
-        return order_tokens(layout, cells, layout.chunks, TokenOrder(1, *order))
+        return order_tokens(*cut(degree, kind), TokenOrder(1, *order), work.shape)
 
     def num_units(degree: int, kind: Kind) -> tuple[int, int]:
         if is_small or isinstance(kind, Documents):
@@ -138,8 +129,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
         predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        chunks = make_chunks(order.num_chunks, num_ranks, degree, work.shape)
-        held = count(reorder(degree, kind, *order[1:]), chunks)
+        held = count(reorder(degree, kind, *order[1:]), order.num_chunks)
         if held <= limit.max_bytes:
             return degree, kind, order
         least = min(least, (held, (degree, kind, order)), key=itemgetter(0))
@@ -151,9 +141,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     )
 
 
-def _count_bytes(
-    limit: Limit, layout: Layout, chunks: Sequence[HeadChunk], *, with_gradients: bool
-) -> float:
+def _count_bytes(limit: Limit, layout: Layout, num_chunks: int, *, with_gradients: bool) -> float:
     """Return the most bytes that any rank holds at a time, with its send buffer.
 
     If the limit is free memory, results and gradients are included.
@@ -161,7 +149,7 @@ def _count_bytes(
     Args:
         limit: Shape and options of the call.
         layout: The layout of any rank: its routes have the flows of all.
-        chunks: The head chunks.
+        num_chunks: Number of head chunks.
         with_gradients: Whether to count a backward pass too.
     """
     shards = layout.query_route.shards, layout.key_route.shards
@@ -182,7 +170,8 @@ def _count_bytes(
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
-    chunk_shape, num_chunks = chunks[0].part(limit.shape), len(chunks)
+    chunk, *_ = make_chunks(num_chunks, len(devices), head_parallel, limit.shape)
+    chunk_shape = chunk.part(limit.shape)
     counts = [
         [
             HeldBytes(
@@ -221,18 +210,16 @@ def count_units(cells: Cells) -> tuple[int, int]:
     return queries, keys
 
 
-def order_tokens(
-    layout: Layout, cells: Cells, chunks: tuple[HeadChunk, ...], order: TokenOrder
-) -> Layout:
+def order_tokens(layout: Layout, cells: Cells, order: TokenOrder, shape: AttentionShape) -> Layout:
     """Return the layout of a rank that receives tokens in an order.
 
     Args:
         layout: The layout of the rank, with gradients.
         cells: The cells of all ranks.
-        chunks: The head chunks.
         order: The order.
+        shape: Heads of the problem.
     """
-    _, resident, num_batches, is_streamed = order
+    num_chunks, resident, num_batches, is_streamed = order
     plan, streamed = layout.plan, 1 - resident
     number = len(plan.key_groups) if is_streamed else 1
 
@@ -267,6 +254,8 @@ def order_tokens(
     )
     rounds = tuple(make_rounds(resident, batches))
     routes = layout.query_route, layout.key_route, layout.result_route
+    num_ranks = len(layout.query_route.shards)
+    chunks = make_chunks(num_chunks, num_ranks, num_ranks // plan.num_tasks, shape)
     fields = routes, chunks, layout.separate, rounds
     return Layout(plan, SplitSteps((), (), layout.steps), *fields, is_bounded=True)
 
