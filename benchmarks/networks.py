@@ -149,10 +149,10 @@ def _measure(
 
 def _hosts() -> Machine:
     """Return the machine that cqs plans for: CPUs with the measured links."""
-    links = probe_links(None, torch.device("cpu"))
+    links = probe_links(dist.group.WORLD, torch.device("cpu"))
     return replace(
         MACHINES["CPU"],
-        devices_per_node=ranks_per_host(None),
+        devices_per_node=ranks_per_host(dist.group.WORLD),
         between=links.bandwidth,
         latency=links.latency,
     )

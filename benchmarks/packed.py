@@ -126,7 +126,7 @@ def plan_rank(pattern: Pattern, case: PackedSequence, rank: int) -> Layout:
     options: Any = {"pattern": pattern, "tile": _TILE, "with_gradients": True}
     layout = lay_out(ShardedWork(shards, shards, _SHAPE, **options), rank)
     for route in layout.routes:
-        _ = route.offsets, route.sends, route.stays
+        _ = route.find_offsets(is_home=False), route.sends, route.stays
     make_work(layout.steps, bound, layout.query_route.held, layout.key_route.held)
     return layout
 

@@ -386,7 +386,8 @@ def peak_bytes(compute: Callable[[], Any], group: Any) -> int:
         return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    transport = transport_of(group, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = transport_of(group or dist.group.WORLD, device)
     transport.peak_bytes = 0
     before = torch.cuda.memory_allocated()
     compute()

@@ -1177,8 +1177,8 @@ FAULTS = (
     Fault(
         "the last rank draws the seed",
         "executors/distributed/agreement.py",
-        "return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])",
-        "return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[-1], machines[0])",
+        "return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0], number)",
+        "return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[-1], machines[0], number)",
         "distributed/test_attention.py::test_dropout_is_that_of_one_process[2-1-None]",
     ),
     Fault(

@@ -38,6 +38,7 @@ def find_known(
     """
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
+    is_recorded, kinds = torch.is_grad_enabled(), []
     for tensor in (query, key, value):
         if not (
             type(tensor) is Tensor
@@ -51,16 +52,14 @@ def find_known(
             )
         ):
             return None
+        requires_grad = is_recorded and tensor.requires_grad
+        kinds.append((tensor.shape, tensor.dtype, tensor.device, requires_grad))
     for option in options:
         if hasattr(option, "dtype"):  # a tensor or an array, whose values may change
             return None
-    sizes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
-    devices, are_recorded = (query.device, key.device, value.device), (False,) * 3
-    if torch.is_grad_enabled():
-        are_recorded = query.requires_grad, key.requires_grad, value.requires_grad
-    modes = torch.are_deterministic_algorithms_enabled(), are_recorded
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        result: _Result | None = _make_once(make, sizes, dtypes, devices, *modes, *options)
+        result: _Result | None = _make_once(make, tuple(kinds), is_deterministic, *options)
         return result
     except Exception:  # the checks of the call raise it
         return None
@@ -69,18 +68,13 @@ def find_known(
 @lru_cache(maxsize=64, typed=True)
 def _make_once(
     make: Callable[..., Any],
-    sizes: tuple[torch.Size, ...],
-    dtypes: tuple[torch.dtype, ...],
-    devices: tuple[torch.device, ...],
+    kinds: tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...],
     is_deterministic: bool,
-    are_recorded: tuple[bool, ...],
     *options: Any,
 ) -> Any:
     """Make the value of a kind of call from tensors without memory; runs once for each kind."""
     stand_ins = (
-        torch.empty((), dtype=dtype, device=device).expand(size).requires_grad_(is_recorded)
-        for size, dtype, device, is_recorded in zip(
-            sizes, dtypes, devices, are_recorded, strict=True
-        )
+        torch.empty((), dtype=dtype, device=device).expand(size).requires_grad_(requires_grad)
+        for size, dtype, device, requires_grad in kinds
     )
     return make(*stand_ins, *options)

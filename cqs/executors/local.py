@@ -60,8 +60,7 @@ class LocalExecutor:
                 return add(answer, problem.sinks)
         except torch.OutOfMemoryError as error:
             raise _explained(problem, plan, worker) from error
-        if hooks.progress:
-            hooks.advance(problem, plan.live_pairs)
+        hooks.advance(problem, plan.live_pairs)
         return partial if into is None else Partial(*map(Tensor.copy_, into, partial))
 
     def run_backward(self, part: Planned, answer: Partial, grad_output: Tensor) -> Gradients:

@@ -99,7 +99,7 @@ def on_hosts(patch, group, hosts):
     patch.setattr(connections, "_hosts", {})
     patch.setattr(connections, "_host", lambda: hosts[dist.get_rank(group)])
     patch.setattr(connections, "_measured", {})
-    patch.setattr(prepared, "_prepared", {})
+    patch.setattr(prepared, "_placements", {})
 
 
 def call_on_hosts(group, hosts, links=None):

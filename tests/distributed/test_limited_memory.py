@@ -4,7 +4,6 @@ import gc
 import random
 import re
 import weakref
-from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -154,14 +153,15 @@ def bytes_within(group, case, cuts, factors, *arguments):
 
 def within_free_memory(group, case, cuts, free):
     """Return error and bytes of a call without a limit, if so much memory is free."""
-    make_placement = prepared._Placement.of.__func__
+    initialize = prepared._Placement.__init__
 
-    def limited(*arguments):
-        return replace(make_placement(*arguments), limit=free)
+    def limited(placement, *arguments):
+        initialize(placement, *arguments)
+        placement.limit = free
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_prepared", weakref.WeakKeyDictionary())
-        patch.setattr(prepared._Placement, "of", classmethod(limited))
+        patch.setattr(prepared, "_placements", weakref.WeakKeyDictionary())
+        patch.setattr(prepared._Placement, "__init__", limited)
         return measure(partial(largest_error, group, case, cuts, {}))
 
 

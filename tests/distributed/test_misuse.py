@@ -114,10 +114,10 @@ def outcomes_of_steps(group, kind):
         "a mask": lambda size: masks.gather_mask(made, causal(), size, 0, is_padded=True),
         "gradients": lambda size: gradients._any_rank(size[0], made),
     }[kind]
-    agree, is_second = agreement.agree, threading.Event()
+    compare, is_second = agreement.GroupCalls.compare, threading.Event()
 
     def wait_between(*arguments, **options):
-        agreed = agree(*arguments, **options)
+        agreed = compare(*arguments, **options)
         if threading.current_thread().name == "first" and rank:
             is_second.set()
             time.sleep(0.5)
@@ -130,7 +130,7 @@ def outcomes_of_steps(group, kind):
     first = threading.Thread(target=run_call, args=(300,), name="first")
     second = threading.Thread(target=run_call, args=(20_000,), name="second")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "agree", wait_between)
+        patch.setattr(agreement.GroupCalls, "compare", wait_between)
         first.start()
         if rank:
             is_second.wait(10)

@@ -89,7 +89,7 @@ def test_keys_of_documents_are_received_once():
             held = {key for keys in layout.key_route.held for key in keys}
             assert held <= read
             assert read <= held | set(layout.keys)
-            away = [step.queries for step in layout.away_steps]
+            away = [step.queries for step in layout.split.away]
             assert [row for rows in layout.result_route.held for row in rows] == [
                 row for rows in away for row in rows
             ]

@@ -289,8 +289,8 @@ def test_memory_of_a_pass_that_was_released_is_freed():
         world.swap()
         if rank == 0:
             memories.append(transport._memory)
-            transport.begin(0)  # the other will never end such a pass
-            transport.begin(0)
+            transport.begin()  # the other will never end such a pass
+            transport.begin()
             transport.release(5)
 
     run_ranks(2, program)

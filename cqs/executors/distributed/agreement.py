@@ -39,6 +39,8 @@ class Shards(NamedTuple):
     """Random seed of rank 0, which all ranks use."""
     machine: int
     """Number of the machine of rank 0's device, which all ranks plan for."""
+    number: int
+    """Number of the call on its group."""
 
 
 class Request:
@@ -53,10 +55,7 @@ class Request:
 
 
 def agree(
-    group: Any,
-    request: Request,
-    own: Sequence[int] = (0, 0, 0, 0),
-    error: Exception | None = None,
+    group: Any, request: Request, own: Sequence[int] = (0, 0, 0, 0), error: Exception | None = None
 ) -> Shards:
     """Compare a call with the calls of all other ranks; every rank must call this.
 
@@ -76,9 +75,48 @@ def agree(
         RuntimeError: Threads of this process have called on the group at the same time, or a rank
             has failed or does not answer within the timeout of the group.
     """
+    with agreed(group, request, own, error, checks=False) as shards:
+        return shards
+
+
+@contextmanager
+def agreed(
+    group: Any,
+    request: Request,
+    own: Sequence[int] = (0, 0, 0, 0),
+    error: Exception | None = None,
+    *,
+    checks: bool = True,
+) -> Iterator[Shards]:
+    """Hold the group for a call that is compared with those of all other ranks.
+
+    A call that overlaps another thread's waits for its end. Within a thread calls may be nested.
+
+    Args:
+        group: The process group.
+        request: Values that must be equal on all ranks.
+        own: Numbers of this rank, see :func:`agree`.
+        error: The error of this rank.
+        checks: Whether to raise at the end if threads have called on the group at the same time.
+
+    Raises:
+        Exception: One of the errors of :func:`agree`.
+    """
     calls = calls_on(group)
-    with calls.call():
-        return calls.compare(control_group(group), request, own, error)
+    if not calls.lock.acquire(blocking=False):
+        calls.overlap = (
+            "group must be used by one thread at a time, got a call of "
+            f"{threading.current_thread().name} during another: make a process group for each "
+            "thread with torch.distributed.new_group. This group cannot be used again, and its "
+            "results may be wrong since threads have shared it"
+        )
+        calls.lock.acquire()
+    try:
+        yield calls.compare(control_group(group), request, own, error)
+    finally:
+        calls.lock.release()
+    if checks and calls.overlap:
+        raise RuntimeError(calls.overlap)
 
 
 def _explain(
@@ -182,12 +220,8 @@ def gather(group: Any, request: Mapping[str, Any], own: Sequence[int]) -> list[l
     Raises:
         Exception: One of the errors of :func:`agree`.
     """
-    calls = calls_on(group)
-    with calls.call():  # messages of other threads must not interleave
-        agree(group, Request(request))
-        rank_numbers = swap_lists(control_group(group), own)
-    calls.check()
-    return rank_numbers
+    with agreed(group, Request(request)):  # messages of other threads must not interleave
+        return swap_lists(control_group(group), own)
 
 
 def control_group(group: Any) -> Any:
@@ -228,22 +262,20 @@ class GroupCalls:
 
     def __init__(self) -> None:
         """Track the calls of a new process group."""
-        self._lock = threading.RLock()
-        self._overlap = ""
+        self.lock = threading.RLock()
+        """Held during a call."""
+        self.overlap = ""
+        """Message about the last call that overlapped another one."""
         self.num_calls = 0
         """Number of calls whose arguments all ranks have found equal."""
         self.num_sends = 0
         """Number of P2P sends in all passes that were not captured in a CUDA graph."""
 
     def compare(
-        self,
-        control: Any,
-        request: Request,
-        own: Sequence[int] = (0, 0, 0, 0),
-        error: Exception | None = None,
+        self, control: Any, request: Request, own: Sequence[int], error: Exception | None
     ) -> Shards:
         """Compare a call with those of other ranks, while the group is held; see :func:`agree`."""
-        if self._overlap:
+        if self.overlap:
             error = error or self.error
         counts, place = (self.num_calls, self.num_sends), _place.get()
         message = [error is not None, request.digest, *counts, place, *own]
@@ -256,37 +288,13 @@ class GroupCalls:
             own_numbers = dict(zip(names, (*counts, place), strict=False))
             _explain(control, request, own_numbers, error or self.error)  # of a thread meanwhile
         seqlens_q, seqlens_kv, seeds, machines = shards
-        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0])
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Hold the group for a call, or for a part of one; reentrant within a thread.
-
-        A call that overlaps another thread's waits for its end.
-        """
-        if not self._lock.acquire(blocking=False):
-            self._overlap = f"a call of {threading.current_thread().name} during another"
-            self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        return Shards(tuple(seqlens_q), tuple(seqlens_kv), seeds[0], machines[0], number)
 
     @property
     def error(self) -> RuntimeError | None:
         """Error of all calls after two threads called on the group at the same time, or None."""
-        if not self._overlap:
-            return None
-        return RuntimeError(
-            f"group must be used by one thread at a time, got {self._overlap}: make a process "
-            "group for each thread with torch.distributed.new_group. This group cannot be used "
-            "again, and its results may be wrong since threads have shared it"
-        )
-
-    def check(self) -> None:
-        """Raise :attr:`error`, if there is one."""
-        if (error := self.error) is not None:
-            raise error
+        return RuntimeError(self.overlap) if self.overlap else None
 
 
 def calls_on(group: Any) -> GroupCalls:

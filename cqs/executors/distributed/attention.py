@@ -1,7 +1,7 @@
 """Differentiable context-parallel attention over the shards of a process group."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from cqs.executors.distributed.operator import (
     attention_in_graph,
     define_sharded_attention,
 )
-from cqs.executors.distributed.prepared import prepared_calls
+from cqs.executors.distributed.prepared import attend_shards, prepare_shards
 from cqs.executors.distributed.shards import (
     NO_ROWS,
     JointParts,
@@ -147,8 +147,8 @@ def prepare(
         NotImplementedError: The backend does not support the tensors or the pattern.
     """
     tensors, options = (query, key, value), {**options, "seed": None}
-    call = _check_call(tensors, group, strategy, joint, options)
-    prepared_calls(call.group, call.values).prepare(call.group, call.problem)
+    call = _CheckedCall(tensors, group, strategy, joint, options)
+    prepare_shards(call.group, call.problem, call.values)
     return PreparedAttention(call.group, strategy, options, call.values)
 
 
@@ -201,39 +201,7 @@ class PreparedAttention:
         """
         options: AttentionOptions = {**self._options, "seed": seed, "scores": scores}
         choices = self._group, self._strategy, joint, options
-        return _attend((query, key, value), *choices, self._values)
-
-
-def _attend(tensors: tuple[Tensor, Tensor, Tensor], *arguments: Any) -> Tensor | AttentionOutput:
-    """Compute a call; the arguments are those of :func:`_check_call`."""
-    call = _check_call(tensors, *arguments)
-    if call.compute is not None and not is_observed():
-        answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
-    else:
-        answer = prepared_calls(call.group, call.values).attend(call.group, call.problem)
-    return_lse: bool = call.values["return_lse"]
-    if call.joint is not None:
-        answer = call.joint.gather(answer, with_lse=return_lse)
-    elif call.mesh is not None:
-        answer = as_dtensors(answer, tensors[0], call.mesh)
-    return answer.to_result(return_lse)
-
-
-class _CheckedCall(NamedTuple):
-    """A call whose arguments are valid on this rank."""
-
-    group: Any
-    """The process group."""
-    problem: Problem
-    """This rank's shards, with the joint tokens."""
-    values: dict[str, Any]
-    """The arguments that must be equal on all ranks, by name."""
-    joint: JointParts | None
-    """The joint tokens that have joined the shards."""
-    mesh: "DeviceMesh | None"
-    """The mesh of the arguments, if they are DTensors."""
-    compute: Attend | None = None
-    """Computes the tensors of the call, if no other rank is required."""
+        return _attend((query, key, value), *choices, prepared=self._values)
 
 
 _FIXED = (
@@ -243,52 +211,84 @@ _FIXED = (
 """Values of a call's tensors that all calls after one :func:`cqs.distributed.prepare` have."""
 
 
-def _check_call(
+def _attend(
     tensors: tuple[Tensor, Tensor, Tensor],
-    group: "dist.ProcessGroup | DeviceMesh | None",
-    strategy: Strategy | None,
-    joint: JointTokens | JointRows | None,
-    options: AttentionOptions,
+    *arguments: Any,
     prepared: Mapping[str, Any] | None = None,
-) -> _CheckedCall:
-    """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
+) -> Tensor | AttentionOutput:
+    """Compute a call.
 
     Args:
-        tensors: Query, key and value, see :func:`cqs.distributed.attention`.
-        group: The process group.
-        strategy: How the ranks divide the call.
-        joint: The joint tokens; :class:`JointRows` if the shards have them already.
-        options: The other options.
+        tensors: Query, key and value.
+        *arguments: The other arguments of :class:`_CheckedCall`.
         prepared: The values of :func:`cqs.distributed.prepare`, which the call must have.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialized, or a rank has failed.
-        TypeError: An argument has the wrong type.
-        ValueError: An argument does not fit.
-        NotImplementedError: The tensors are not supported.
     """
-    joined = _joined_group(group, tensors[0])
-    rows, parts = NO_ROWS, None
-    if joint is None or isinstance(joint, JointRows):
-        rows = joint or NO_ROWS
-        if (known := _find_known(tensors, joined, strategy, rows, options)) is not None:
-            values, compute = known
-            if prepared is not None:
-                with errors_shared(joined):
-                    _check_prepared(values, prepared)
-            problem = Problem(*tensors, is_causal=False, scale=values["scale"])
-            return _CheckedCall(joined, problem, values, None, None, compute)
-    with errors_shared(joined):
-        shards, mesh = to_local(*autocast(*tensors))
-        if not (joint is None or isinstance(joint, JointRows)):
-            parts = JointParts(joint, joined)
-            shards, options = parts.join(shards, options)
-            rows = parts.rows
-        config = dist.get_backend_config(joined)
-        problem, values = _check(shards, joined.size(), config, strategy, rows, options)
-        if prepared is not None:
-            _check_prepared(values, prepared)
-    return _CheckedCall(joined, problem, values, parts, mesh)
+    call = _CheckedCall(tensors, *arguments)
+    if prepared is not None:
+        with errors_shared(call.group):
+            for name in _FIXED:
+                if (got := call.values[name]) != prepared[name]:
+                    rule = f"{name} must be as prepared, {prepared[name]}"
+                    raise ValueError(f"{rule}, got {got}")
+    if call.compute is not None and not is_observed():
+        answer = call.compute(call.problem.query, call.problem.key, call.problem.value)
+    else:
+        answer = attend_shards(call.group, call.problem, call.values)
+    return_lse: bool = call.values["return_lse"]
+    if call.joint is not None:
+        answer = call.joint.gather(answer, with_lse=return_lse)
+    elif call.mesh is not None:
+        answer = as_dtensors(answer, tensors[0], call.mesh)
+    return answer.to_result(return_lse)
+
+
+class _CheckedCall:
+    """A call whose arguments are valid on this rank."""
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        group: "dist.ProcessGroup | DeviceMesh | None",
+        strategy: Strategy | None,
+        joint: JointTokens | JointRows | None,
+        options: AttentionOptions,
+    ) -> None:
+        """Validate the arguments of :func:`cqs.distributed.attention`; send an error to all ranks.
+
+        Args:
+            tensors: Query, key and value, see :func:`cqs.distributed.attention`.
+            group: The process group.
+            strategy: How the ranks divide the call.
+            joint: The joint tokens; :class:`JointRows` if the shards have them already.
+            options: The other options.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialized, or a rank has failed.
+            TypeError: An argument has the wrong type.
+            ValueError: An argument does not fit.
+            NotImplementedError: The tensors are not supported.
+        """
+        self.group = _joined_group(group, tensors[0])
+        self.joint: JointParts | None = None
+        """The joint tokens that have joined the shards."""
+        self.mesh: DeviceMesh | None = None
+        """The mesh of the arguments, if they are DTensors."""
+        self.compute: Attend | None = None
+        """Computes the tensors of the call, if no other rank is required."""
+        if (known := _find_known(tensors, self.group, strategy, joint, options)) is not None:
+            self.values, self.compute = known
+            """The arguments that must be equal on all ranks, by name."""
+            self.problem = Problem(*tensors, is_causal=False, scale=self.values["scale"])
+            """This rank's shards, with the joint tokens."""
+            return
+        with errors_shared(self.group):
+            shards, self.mesh = to_local(*autocast(*tensors))
+            if not isinstance(joint, JointRows | None):
+                self.joint = JointParts(joint, self.group)
+                shards, options = self.joint.join(shards, options)
+                joint = self.joint.rows
+            sizes = self.group.size(), dist.get_backend_config(self.group)
+            self.problem, self.values = _check(shards, *sizes, joint, strategy, options)
 
 
 _DEFAULTS: AttentionOptions = {
@@ -307,7 +307,7 @@ def _find_known(
     tensors: tuple[Tensor, Tensor, Tensor],
     group: Any,
     strategy: Strategy | None,
-    rows: JointRows,
+    joint: JointTokens | JointRows | None,
     options: AttentionOptions,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return values and function of a call whose signature is known; see :class:`_CheckedCall`."""
@@ -316,12 +316,14 @@ def _find_known(
     has_values = options.get("seed") is not None or options.get("scores") is not None
     if has_values or not is_known or type(dropout_p) is not float or dropout_p:
         return None
-    # The fields apart: equal values of different types are different options.
-    choices = vars(strategy).values() if isinstance(strategy, Strategy) else [strategy]
+    if not isinstance(joint, JointRows | None):
+        return None
+    # The fields too: equal values of different types are different options.
+    fields = vars(strategy).values() if isinstance(strategy, Strategy) else ()
     given = map(options.get, _DEFAULTS, _DEFAULTS.values())
     config = dist.get_backend_config(group)
-    call = group.size(), config, is_captured(tensors[0].device), rows, *choices, *given
-    return find_known(_make_known, *tensors, *call)
+    call = group.size(), config, joint, strategy, is_captured(tensors[0].device)
+    return find_known(_make_known, *tensors, *call, *given, *fields)
 
 
 def _make_known(
@@ -330,19 +332,18 @@ def _make_known(
     value: Tensor,
     num_ranks: int,
     config: str,
+    joint: JointRows | None,
+    strategy: Strategy | None,
     is_captured: bool,
-    rows: JointRows,
     *choices: Any,
 ) -> tuple[dict[str, Any], Attend | None] | None:
     """Return the values that ranks compare, and for one rank the function that computes the call.
 
     It returns ``None`` if tensors must be expanded or padded.
     """
-    number = len(choices) - len(_DEFAULTS)
-    strategy = Strategy(*choices[:number]) if number > 1 else choices[0]
-    options: Any = dict(zip(_DEFAULTS, choices[number:], strict=True))
+    options: Any = dict(zip(_DEFAULTS, choices, strict=False))
     tensors = query, key, value
-    problem, values = _check(tensors, num_ranks, config, strategy, rows, options)
+    problem, values = _check(tensors, num_ranks, config, joint, strategy, options)
     shapes = problem.query.shape, problem.key.shape, problem.value.shape
     if shapes != (query.shape, key.shape, value.shape):
         return None
@@ -357,8 +358,8 @@ def _check(
     shards: Sequence[Tensor],
     num_ranks: int,
     config: str,
+    joint: JointRows | None,
     strategy: Strategy | None,
-    rows: JointRows,
     options: AttentionOptions,
 ) -> tuple[Problem, dict[str, Any]]:
     """Validate the shards and options of a call.
@@ -367,8 +368,8 @@ def _check(
         shards: Query, key and value, with joint tokens.
         num_ranks: Number of ranks of the group.
         config: Backends of the group by device.
+        joint: Number and position of the joint tokens, or ``None``.
         strategy: How the ranks divide the call.
-        rows: Number and position of the joint tokens.
         options: The other options.
 
     Returns:
@@ -411,7 +412,7 @@ def _check(
         "scale": problem.scale + 0.0,  # -0.0 equals 0.0, but not its text
         "dropout_p": float(options.get("dropout_p", 0.0)),
         "seed": None if seed is None or isinstance(seed, DrawnSeed) else int(seed),
-        "joint tokens": rows,
+        "joint tokens": joint or NO_ROWS,
         "reproducible": problem.is_reproducible,
         "num_tasks": problem.num_tasks,
         "environment": problem.is_reproducible and describe_environment(problem.query.device.type),
@@ -429,13 +430,6 @@ def _check(
             f"strategy must have neither plan nor max_bytes with reproducible=True, got {strategy}"
         )
     return problem, values
-
-
-def _check_prepared(values: Mapping[str, Any], prepared: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the tensors of a call are as prepared."""
-    for name in _FIXED:
-        if values[name] != prepared[name]:
-            raise ValueError(f"{name} must be as prepared, {prepared[name]}, got {values[name]}")
 
 
 def _joined_group(group: Any, query: Any) -> Any:

@@ -66,7 +66,7 @@ class BackwardPass(ChunkPass):
             results += [gradient.to(dtype) for gradient in self._results[side]]
             routes += [current.routes[side]] * len(self._results[side])
             self._results[side].clear()
-        return self._exchange.send(type(self), self.chunk.index, results, routes)
+        return self._exchange.send(self.chunk.index, results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Add gradients that ranks sent back for this rank's shard.

@@ -10,7 +10,7 @@ from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from cqs.executors.distributed.layout import Layout, ShardedWork, lay_out, make_chunks
+from cqs.executors.distributed.layout import Layout, ShardedWork, SplitSteps, lay_out, make_chunks
 from cqs.executors.distributed.route import Route
 from cqs.executors.distributed.token_order import TokenOrder, make_rounds, predict_orders
 from cqs.executors.distributed.transport.exchange import BOUNDED_TURNS
@@ -77,8 +77,7 @@ def lay_out_within(limit: Limit, work: ShardedWork, rank: int) -> Layout:
         return lay_out(work, rank)
     degree, kind, order = chosen
     layout = lay_out(work.planned(degree, kind), rank)
-    chunks = make_chunks(order.num_chunks, len(work.seqlens_q), degree, work.shape)
-    return replace(order_tokens(layout, cut_tasks(layout), *order[1:]), chunks=chunks)
+    return order_tokens(layout, cut_tasks(layout), order, work.shape)
 
 
 @lru_cache(maxsize=64)
@@ -90,7 +89,8 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     """
     num_ranks, is_small = len(work.seqlens_q), len(work.seqlens_q) <= _FEW_RANKS
     count = partial(_count_bytes, limit, with_gradients=work.with_gradients)
-    held = count(lay_out(work, 0))
+    whole = lay_out(work, 0)
+    held = count(whole, len(whole.chunks))
     assert limit.max_bytes is not None
     if held <= limit.max_bytes:
         return None
@@ -103,7 +103,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
 
     @cache
     def reorder(degree: int, kind: Kind, *order: Any) -> Layout:
-        return order_tokens(*cut(degree, kind), *order)
+        return order_tokens(*cut(degree, kind), TokenOrder(1, *order), work.shape)
 
     def num_units(degree: int, kind: Kind) -> tuple[int, int]:
         if is_small or isinstance(kind, Documents):
@@ -129,8 +129,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
         predicted += smallest
     for (_, _, _, degree, kind), order in predicted:
         assert kind is not None
-        chunks = make_chunks(order.num_chunks, num_ranks, degree, work.shape)
-        held = count(replace(reorder(degree, kind, *order[1:]), chunks=chunks))
+        held = count(reorder(degree, kind, *order[1:]), order.num_chunks)
         if held <= limit.max_bytes:
             return degree, kind, order
         least = min(least, (held, (degree, kind, order)), key=itemgetter(0))
@@ -142,7 +141,7 @@ def _choose_order(limit: Limit, work: ShardedWork) -> tuple[int, Kind, TokenOrde
     )
 
 
-def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float:
+def _count_bytes(limit: Limit, layout: Layout, num_chunks: int, *, with_gradients: bool) -> float:
     """Return the most bytes that any rank holds at a time, with its send buffer.
 
     If the limit is free memory, results and gradients are included.
@@ -150,6 +149,7 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
     Args:
         limit: Shape and options of the call.
         layout: The layout of any rank: its routes have the flows of all.
+        num_chunks: Number of head chunks.
         with_gradients: Whether to count a backward pass too.
     """
     shards = layout.query_route.shards, layout.key_route.shards
@@ -174,7 +174,8 @@ def _count_bytes(limit: Limit, layout: Layout, *, with_gradients: bool) -> float
         )
         for rank, (shard, key_shard) in enumerate(zip(*shards, strict=True))
     ]
-    chunk_shape, num_chunks = layout.chunks[0].part(limit.shape), len(layout.chunks)
+    chunk, *_ = make_chunks(num_chunks, len(devices), head_parallel, limit.shape)
+    chunk_shape = chunk.part(limit.shape)
     counts = [
         [HeldBytes(chunk_shape, rows, num_chunks, is_backward=is_backward) for rows in devices]
         for is_backward in PASSES["both" if with_gradients else "forward"]
@@ -203,19 +204,17 @@ def count_units(cells: Cells) -> tuple[int, int]:
     return queries, keys
 
 
-def order_tokens(
-    layout: Layout, cells: Cells, resident: int, num_batches: int, is_streamed: bool
-) -> Layout:
+def order_tokens(layout: Layout, cells: Cells, order: TokenOrder, shape: AttentionShape) -> Layout:
     """Return the layout of a rank that receives tokens in an order.
 
     Args:
         layout: The layout of the rank, with gradients.
         cells: The cells of all ranks.
-        resident: See :class:`TokenOrder`.
-        num_batches: See :class:`TokenOrder`.
-        is_streamed: See :class:`TokenOrder`.
+        order: The order.
+        shape: Heads of the problem.
     """
-    plan, streamed, steps = layout.plan, 1 - resident, layout.steps
+    num_chunks, resident, num_batches, is_streamed = order
+    plan, streamed = layout.plan, 1 - resident
     number = len(plan.key_groups) if is_streamed else 1
 
     def route(side: int, part: Cells) -> Route:
@@ -248,8 +247,11 @@ def order_tokens(
         for batch in divide(resident, cells, num_batches)
     )
     rounds = tuple(make_rounds(resident, batches))
-    separate: dict[str, Any] = {"own_steps": (), "home_steps": (), "away_steps": steps}
-    return replace(layout, rounds=rounds, is_bounded=True, **separate)
+    routes = layout.query_route, layout.key_route, layout.result_route
+    num_ranks = len(layout.query_route.shards)
+    chunks = make_chunks(num_chunks, num_ranks, num_ranks // plan.num_tasks, shape)
+    fields = routes, chunks, layout.separate, rounds
+    return Layout(plan, SplitSteps((), (), layout.steps), *fields, is_bounded=True)
 
 
 def _cut_step(step: Step, units: Sequence[range], bound: BoundPattern | None) -> Iterator[Cell]:

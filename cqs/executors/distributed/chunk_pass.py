@@ -64,8 +64,7 @@ class ChunkPass(ChunkRounds[Route]):
             return Transfer(
                 [narrow(tensor, own)[:, :, rows.start : rows.stop] for tensor in tensors], []
             )
-        kind = type(self), sides
-        return self._exchange.send(kind, self.chunk.index, tensors, routes, heads)
+        return self._exchange.send(self.chunk.index, tensors, routes, heads)
 
     def hold(self, sides: tuple[int, ...], transfer: Transfer) -> None:
         """Wait for tokens and hold them."""
@@ -128,7 +127,7 @@ class ForwardPass(ChunkPass):
 
     def compute_own(self) -> None:
         """Compute the steps that require no tokens of other ranks, if they are separate."""
-        if steps := self.layout.own_steps:
+        if steps := self.layout.split.own:
             own = self._worker.run_together(steps, *self._own_tokens)
             self._own.insert(0, (own, slice(None)))  # first in every chunk, so bits are the same
 
@@ -159,7 +158,7 @@ class ForwardPass(ChunkPass):
             results, self._merge = self._merge.finish(), None
         routes = [current.routes[QUERIES]] * 2
         results = results or self._empty_results(0)
-        return self._exchange.send(type(self), self.chunk.index, results, routes)
+        return self._exchange.send(self.chunk.index, results, routes)
 
     def add(self, received: list[Tensor], sides: tuple[int, ...], current: Round[Route]) -> None:
         """Merge partial outputs of this rank's queries, or place them if they are final."""
@@ -209,7 +208,7 @@ class ForwardPass(ChunkPass):
         if is_kept:
             self.compute_away(results)
         routes, fill = [route] * len(sent), None if is_kept else self._fill
-        return self._exchange.send(type(self), self.chunk.index, sent, routes, fill=fill)
+        return self._exchange.send(self.chunk.index, sent, routes, fill=fill)
 
     def _fill(self, places: list[Tensor]) -> None:
         """Compute results for other ranks in the send buffer, ``[rows, batch, heads, ...]``."""
@@ -225,14 +224,14 @@ class ForwardPass(ChunkPass):
         layout = self.layout
         query = HeldTokens(self._held[QUERIES][0], layout.query_route.held)
         held = query, *self._held_keys(layout.away_sees_own)
-        self._worker.run_steps(layout.away_steps, *held, sinks=self._sinks, into=results)
+        self._worker.run_steps(layout.split.away, *held, sinks=self._sinks, into=results)
 
     def _compute_home(self) -> None:
         """Compute the shard's queries with keys of other ranks, if there are such steps.
 
         If the results are final and not kept, they are written into the answer.
         """
-        steps, layout, into = self.layout.home_steps, self.layout, None
+        steps, layout, into = self.layout.split.home, self.layout, None
         if not steps and (self._keep or not layout.is_final):
             return
         query, seeing = self._own_tokens[0], layout.queries

@@ -26,7 +26,7 @@ Wanted = list[tuple[range, ...]]
 """For every rank, ascending token ranges."""
 
 Separate = Sequence[tuple[int, int]]
-"""For every rank two numbers of queries, see :attr:`Layout.separate`."""
+"""For every rank two numbers of queries, see :class:`Layout`."""
 _SLACK = 0.02
 """Relative predicted time by which the chosen plan may exceed the fastest. The cost model is not
 more accurate than this."""
@@ -66,7 +66,6 @@ class HeadChunk:
         return replace(shape, num_heads=num_heads, num_kv_heads=kv_heads)
 
 
-@dataclass(frozen=True)
 class Layout:
     """The work and the routing tables of one rank, computed without communication.
 
@@ -74,74 +73,53 @@ class Layout:
     one of ``head_parallel`` equal groups of heads.
     """
 
-    plan: Plan
-    own_steps: tuple[Step, ...]
-    """Steps that read this rank's shard alone; empty if :attr:`is_final`."""
-    home_steps: tuple[Step, ...]
-    """Other steps for queries of this rank's shard; empty if final and gradients are required."""
-    away_steps: tuple[Step, ...]
-    """Steps for queries of other ranks; the whole task if final and gradients are required, because
-    the backward pass reads its results."""
-    queries: range
-    """Positions of the queries of this rank's shard."""
-    keys: range
-    """Positions of the keys of this rank's shard."""
-    query_route: Route
-    """Route of the queries; includes this rank's own queries if gradients are required."""
-    key_route: Route
-    """Route of keys and values; includes this rank's own if steps also read keys of other ranks. It
-    is the same object as ``query_route`` either on every rank or on none."""
-    result_route: Route
-    """Route of the queries of ``away_steps``; their results are sent along it in reverse."""
-    chunks: tuple[HeadChunk, ...]
-    """Head chunks, which together cover all heads."""
-    separate: Separate
-    """For every rank, the numbers of queries of which it merges results of ``own_steps``, and of
-    ``home_steps``."""
-    rounds: tuple[Round[Route], ...]
-    """The rounds of every head chunk: one, unless memory is limited."""
-    is_bounded: bool = False
-    """Whether memory is limited. Then all steps are in ``away_steps`` and belong to a round."""
+    def __init__(
+        self,
+        plan: Plan,
+        split: SplitSteps,
+        routes: tuple[Route, Route, Route],
+        chunks: tuple[HeadChunk, ...],
+        separate: Separate,
+        rounds: tuple[Round[Route], ...],
+        *,
+        is_bounded: bool = False,
+    ) -> None:
+        """Take what all steps and rounds of the rank follow from.
 
-    @cached_property
-    def rank(self) -> int:
-        """The rank whose work this is."""
-        return self.query_route.rank
-
-    @property
-    def routes(self) -> tuple[Route, Route, Route]:
+        Args:
+            plan: The plan of ``ranks / head_parallel`` tasks.
+            split: The steps of this rank. If results are final, there are no own steps, and if
+                gradients are required, the whole task is in the away steps, because the backward
+                pass reads its results.
+            routes: Routes of queries, of keys and values, and of the queries of away steps.
+            chunks: Head chunks, which together cover all heads.
+            separate: For every rank, the numbers of queries of which it merges results of own
+                steps, and of home steps.
+            rounds: The rounds of every head chunk: one, unless memory is limited.
+            is_bounded: Whether memory is limited. Then all steps are away steps and belong to a
+                round.
+        """
+        self.plan, self.split, self.chunks = plan, split, chunks
+        self.separate, self.rounds, self.is_bounded = separate, rounds, is_bounded
+        self.query_route, self.key_route, self.result_route = routes
+        """The first includes this rank's own queries if gradients are required, and the second its
+        own keys if steps also read keys of other ranks. They are the same object either on every
+        rank or on none. Results are sent along the last one in reverse."""
+        self.routes = self.query_route, self.key_route, self.key_route
         """Routes of query, key and value."""
-        return self.query_route, self.key_route, self.key_route
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
+        self.rank = self.query_route.rank
+        self.queries, self.keys = (route.shards[self.rank] for route in routes[:2])
+        """Positions of the queries and keys of this rank's shard."""
+        self.steps = sum(split, ())
         """All steps of this rank, which are its whole task."""
-        return self.own_steps + self.home_steps + self.away_steps
-
-    @cached_property
-    def home_queries(self) -> range:
+        self.home_queries = span_of(split.home)
         """Queries of the shard from the first home step to the last."""
-        return span_of(self.home_steps)
-
-    @cached_property
-    def home_sees_own(self) -> bool:
-        """Whether the home steps read keys of this rank's shard alone."""
-        return see_only(self.keys, self.home_steps)
-
-    @cached_property
-    def away_sees_own(self) -> bool:
-        """Whether the away steps read keys of this rank's shard alone."""
-        return see_only(self.keys, self.away_steps)
-
-    @cached_property
-    def num_keys(self) -> int:
+        self.home_sees_own, self.away_sees_own = (see_only(self.keys, part) for part in split[1:])
+        """Whether the home steps, and the away steps, read keys of this rank's shard alone."""
+        self.num_keys = sum(map(len, keys_of(self.steps)))
         """Number of distinct keys that the steps read."""
-        return sum(map(len, keys_of(self.steps)))
-
-    @cached_property
-    def is_final(self) -> bool:
+        self.is_final = is_final(plan.kind) and not is_bounded
         """Whether results cover all keys of their queries and need no merge."""
-        return is_final(self.plan.kind) and not self.is_bounded
 
 
 @dataclass(frozen=True)
@@ -236,14 +214,13 @@ def lay_out(work: ShardedWork, rank: int) -> Layout:
         machine=work.machine,
     )
     chunks = make_chunks(number, num_ranks, head_parallel, work.shape)
-    own = shards_q[rank], shards_kv[rank]
     whole = Round((query_route, key_route), steps=sum(splits[rank], ()))
     separate = [
         (0, 0) if is_final(kind) else (len(queries) * bool(split.own), len(span_of(split.home)))
         for split, queries in zip(splits, shards_q, strict=True)
     ]
     routes = query_route, key_route, result_route
-    return Layout(task_plan, *splits[rank], *own, *routes, chunks, separate, (whole,))
+    return Layout(task_plan, splits[rank], routes, chunks, separate, (whole,))
 
 
 def _find_needs(

@@ -137,15 +137,13 @@ def _compute(
     The backward pass differentiates this graph, so both passes are those of an eager call.
     """
     chosen = _Options(*options)
-    sinks, bias = chosen.sinks, chosen.bias
-    shards = [part.detach().requires_grad_(chosen.keeps) for part in (query, key, value)]
-    tensors = list(shards)
-    if sinks is not None:
-        sinks = sinks.detach().requires_grad_(chosen.keeps)
-        tensors.append(sinks)
-    if bias is not None:
-        bias = bias.detach().requires_grad_(chosen.keeps and chosen.bias_requires_grad)
-        tensors.append(bias)
+    given = query, key, value, chosen.sinks, chosen.bias
+    required = *[chosen.keeps] * 4, chosen.keeps and chosen.bias_requires_grad
+    leaves = [
+        None if tensor is None else tensor.detach().requires_grad_(is_required)
+        for tensor, is_required in zip(given, required, strict=True)
+    ]
+    (*shards, sinks, bias), tensors = leaves, [leaf for leaf in leaves if leaf is not None]
     # A compiled graph may reuse the memory of these tensors, and of the results.
     borrowed, kept = set(map(_memory_of, tensors)), set()
 
@@ -166,8 +164,8 @@ def _compute(
         lse = output.new_zeros(output.shape[:3], dtype=lse_dtype(output.dtype))
     state = torch.zeros(1, dtype=torch.float64, device="cpu")
     if chosen.keeps:
-        leaves = [tensor for tensor in tensors if tensor.requires_grad]
-        state = torch.from_numpy(new_handle((leaves, output)))
+        differentiated = [tensor for tensor in tensors if tensor.requires_grad]
+        state = torch.from_numpy(new_handle((differentiated, output)))
     results = output.detach(), lse
     return *(part.clone() if _memory_of(part) in kept else part for part in results), state
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from cqs.executors.autograd import Kept
 from cqs.executors.distributed.backward_pass import BackwardPass
 from cqs.executors.distributed.chunk_pass import ChunkPass, ForwardPass, Sides
 from cqs.executors.distributed.layout import HeadChunk, Layout
-from cqs.executors.distributed.transport.exchange import Exchange, PacketLayouts, Transport
+from cqs.executors.distributed.transport.exchange import Exchange, Transport
 from cqs.executors.distributed.transport.streams import open_streams
 from cqs.partial import Gradients, Partial
 from cqs.problem import Problem
@@ -48,21 +48,13 @@ class RankTask:
     """Whether the LSE of the answer is required; otherwise it may stay uninitialised."""
     keeps: bool
     """Whether to keep tensors for the backward pass."""
-    packets: PacketLayouts = field(default_factory=dict)
-    """Layouts of the packets of its exchanges."""
 
-    def attend(
-        self,
-        problem: Problem,
-        terms: ScoreTerms | None = None,
-        number: int = 0,
-    ) -> tuple[Partial, Kept]:
+    def attend(self, problem: Problem, terms: ScoreTerms | None = None) -> tuple[Partial, Kept]:
         """Send tokens out, compute this rank's task, and merge the results for its shard.
 
         Args:
             problem: This rank's shard: query, key and value ``[batch, heads, rows, head_dim]``.
             terms: Score terms of the heads and tokens of this rank's task, of all head chunks.
-            number: Number of the call on its group; equal on all ranks.
 
         Returns:
             Output and LSE of this rank's queries, and the kept tensors.
@@ -85,7 +77,7 @@ class RankTask:
                 keep=self.keeps,
             )
 
-        passes = self._run(make, problem.query.device, number, most)
+        passes = self._run(make, problem.query.device, most)
         if final_sinks is not None:  # rows with keys were computed with them
             row_sinks = final_sinks.detach().to(answer.lse.dtype).unsqueeze(-1)
             torch.maximum(answer.lse, row_sinks, out=answer.lse)
@@ -102,7 +94,6 @@ class RankTask:
         kept: Kept,
         grad_output: Tensor,
         terms: ScoreTerms | None = None,
-        number: int = 0,
     ) -> Gradients:
         """Send the gradient of the output out, and sum the gradients for this rank's shard.
 
@@ -111,7 +102,6 @@ class RankTask:
             kept: Tensors that :meth:`attend` kept.
             grad_output: Gradient of this rank's output, ``[batch, heads, rows, value_dim]``.
             terms: Score terms of this rank's task, with sums.
-            number: Number of the call.
         """
         layout, answer = self.layout, Kept()
         gradients = cache(partial(self.new_gradients, grad_output, shapes))
@@ -130,7 +120,7 @@ class RankTask:
             return BackwardPass(*fields, gradients=gradients, kept=held)
 
         streams = self.transport.num_streams
-        self._run(make, grad_output.device, number, streams, allocate=gradients)
+        self._run(make, grad_output.device, streams, allocate=gradients)
         return gradients()
 
     def new_gradients(self, like: Tensor, shapes: Sequence[torch.Size]) -> Gradients:
@@ -142,7 +132,6 @@ class RankTask:
         self,
         make: Callable[[Exchange, HeadChunk], _ChunkPass],
         device: torch.device,
-        number: int,
         most: int,
         allocate: Callable[[], object] | None = None,
     ) -> list[_ChunkPass]:
@@ -151,7 +140,6 @@ class RankTask:
         Args:
             make: Makes the pass of a head chunk.
             device: Device of the tensors.
-            number: Number of the call.
             most: Most head chunks that may be computed at the same time.
             allocate: See :func:`cqs.scheduler.rounds.run_chunks`.
         """
@@ -160,8 +148,7 @@ class RankTask:
         num_turns = None if is_bounded else self.transport.num_turns
         at_once = 1 if is_bounded else min(most, len(chunks))
         streams = nullcontext(nullcontext) if at_once == 1 else open_streams(device, at_once)
-        exchanged = Exchange(self.transport, number, num_chunks, self.packets)
-        with exchanged as exchange, streams as on_stream:
+        with Exchange(self.transport, num_chunks) as exchange, streams as on_stream:
             passes = map(partial(make, exchange), chunks)
             return run_chunks(passes, num_turns, on_stream, allocate)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cqs.executors.autograd import Attended, keep_operands
 from cqs.executors.distributed.layout import Lengths
 from cqs.executors.distributed.route import cut_shards
 from cqs.executors.distributed.transport.blocks import swap_blocks
@@ -74,7 +75,7 @@ class RankUnits:
         """Divide the units of a problem.
 
         Args:
-            group: The process group; ``None`` means the default group.
+            group: The process group.
             problem: This rank's shards, with the mask of the whole sequence.
             lengths: Number of queries, and of keys, of every rank.
             backend: Name of a backend; ``None`` means the preferred one.
@@ -101,6 +102,11 @@ class RankUnits:
         places = tuple(places_of(problem.query, problem.key))
         self._dealt = deal_units(self.plan, places, len(lengths[0]), unites_heads=self._on_gpu)
         """The units of every rank."""
+
+    def attend_part(self, problem: Problem) -> Attended:
+        """Compute this rank's queries, and keep what its backward pass needs."""
+        attended = keep_operands(self.attend, self.differentiate, problem)
+        return attended._replace(gather_rows=self.gather_rows)
 
     def attend(self, problem: Problem) -> Partial:
         """Compute output and LSE of this rank's queries; every rank calls this."""

@@ -1,14 +1,11 @@
 """Routing tables: which rows of each shard a rank sends to and receives from the others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from cqs.patterns.bound_documents import Integers
 from cqs.ranges import moved, overlap
 from cqs.scheduler.held_bytes import Flow
 from cqs.scheduler.placement import Ranges, count_rows
@@ -17,16 +14,6 @@ HeadsOfRanks = tuple[range, ...]
 """A range of heads for every rank; all ranges have one length."""
 
 
-class PackOffsets(NamedTuple):
-    """Row offsets in the send buffers of all ranks, which are ordered by receiving rank."""
-
-    firsts: tuple[int, ...]
-    """For every rank, the index of the first row that it packs for this rank."""
-    most: int
-    """Number of rows in the largest send buffer of any rank."""
-
-
-@dataclass(frozen=True, eq=False)
 class Route:
     """Routing table of one rank for queries or keys: the rows that it sends and receives.
 
@@ -37,17 +24,36 @@ class Route:
         (((range(2, 4),), (range(0, 4),)), (2, 4), (range(2, 8),))
     """
 
-    shards: Sequence[range]
-    """For every rank, the token positions of its shard."""
-    wanted: Sequence[tuple[range, ...]]
-    """For every rank, the token positions that it requires, in ascending ranges."""
-    rank: int
-    """The rank that this routing table belongs to."""
+    def __init__(
+        self, shards: Sequence[range], wanted: Sequence[tuple[range, ...]], rank: int
+    ) -> None:
+        """Count the rows that every rank requires of every other.
 
-    @cached_property
-    def held(self) -> tuple[range, ...]:
+        Args:
+            shards: For every rank, the token positions of its shard.
+            wanted: For every rank, the token positions that it requires, in ascending ranges.
+            rank: The rank that this routing table belongs to.
+        """
+        self.shards, self.wanted, self.rank = shards, wanted, rank
+        self.held = wanted[rank]
         """Positions of the received tokens: ascending ranges, in the order of the ranks."""
-        return self.wanted[self.rank]
+        ends = [
+            (peer, part.start, part.stop) for peer, parts in enumerate(wanted) for part in parts
+        ]
+        marks = np.array([0, *(shard.stop for shard in shards)])
+        self.numbers = count_rows(marks, Ranges(*np.array(ends, np.int64).reshape(-1, 3).T))
+        """Number of rows of every rank's shard that every rank requires, ``[ranks, ranks]``."""
+        self.lengths = tuple(self.numbers[rank].tolist())
+        """Number of rows that this rank sends to every rank, itself included."""
+        self.receives = tuple(self.numbers[:, rank].tolist())
+        """Number of rows that this rank receives from every rank, itself included."""
+        self.num_moved = int(self.numbers.sum() - self.numbers.trace())
+        """Number of rows that all ranks send to others."""
+        self.is_local = not self.num_moved and all(len(parts) <= 1 for parts in wanted)
+        """Whether every rank requires one range of its own rows, or none; equal on all ranks."""
+        own = self.lengths[rank]  # as many as it receives from itself
+        self.stays = sum(self.lengths) == own == sum(self.receives)
+        """Whether this rank neither sends rows to nor receives rows from other ranks."""
 
     @cached_property
     def sends(self) -> tuple[tuple[range, ...], ...]:
@@ -59,17 +65,6 @@ class Route:
         )
 
     @cached_property
-    def numbers(self) -> Integers:
-        """Number of rows of every rank's shard that every rank requires, ``[ranks, ranks]``."""
-        ranges = [
-            (rank, tokens.start, tokens.stop)
-            for rank, wanted in enumerate(self.wanted)
-            for tokens in wanted
-        ]
-        marks = np.array([0, *(shard.stop for shard in self.shards)])
-        return count_rows(marks, Ranges(*np.array(ranges, np.int64).reshape(-1, 3).T))
-
-    @cached_property
     def flows(self) -> tuple[Flow, ...]:
         """Numbers of rows of every rank."""
         own = self.numbers.diagonal()
@@ -77,44 +72,20 @@ class Route:
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         return tuple(Flow(there, back, kept, self.is_local) for there, back, kept in numbers)
 
-    @property
-    def num_moved(self) -> int:
-        """Number of rows that all ranks send to others."""
-        return int(self.numbers.sum() - self.numbers.trace())
+    def find_offsets(self, *, is_home: bool) -> tuple[tuple[int, ...], int]:
+        """Return row offsets in the send buffers of all ranks, ordered by receiving rank.
 
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of rows that this rank sends to every rank, itself included."""
-        return tuple(self.numbers[self.rank].tolist())
+        Args:
+            is_home: Whether the rows are results, which are sent in reverse.
 
-    @cached_property
-    def receives(self) -> tuple[int, ...]:
-        """Number of rows that this rank receives from every rank, itself included."""
-        return tuple(self.numbers[:, self.rank].tolist())
-
-    @cached_property
-    def offsets(self) -> tuple[PackOffsets, PackOffsets]:
-        """Send buffer offsets of shard rows, and of results, which are sent in reverse."""
-        numbers = self.numbers.copy()
-        np.fill_diagonal(numbers, 0)
-        out, home = (
-            PackOffsets(
-                tuple(counts[:, : self.rank].sum(axis=1).tolist()), int(counts.sum(axis=1).max())
-            )
-            for counts in (numbers, numbers.T)
-        )
-        return out, home
-
-    @cached_property
-    def stays(self) -> bool:
-        """Whether this rank neither sends rows to nor receives rows from other ranks."""
-        own = self.lengths[self.rank]  # as many as it receives from itself
-        return sum(self.lengths) == own == sum(self.receives)
-
-    @cached_property
-    def is_local(self) -> bool:
-        """Whether every rank requires one range of its own rows, or none; equal on all ranks."""
-        return not self.num_moved and all(len(ranges) <= 1 for ranges in self.wanted)
+        Returns:
+            For every rank, the index of the first row that it packs for this rank; and the number
+            of rows in the largest send buffer of any rank.
+        """
+        counts = (self.numbers.T if is_home else self.numbers).copy()
+        np.fill_diagonal(counts, 0)
+        firsts = tuple(counts[:, : self.rank].sum(axis=1).tolist())
+        return firsts, int(counts.sum(axis=1).max())
 
 
 def cut_shards(lengths: Sequence[int]) -> list[range]:

@@ -22,7 +22,7 @@ def verify_shards(group: Any, problem: Problem, answer: Partial, shards: Shards)
     Keys and values of one KV head at a time are gathered on every rank.
 
     Args:
-        group: The process group; ``None`` means the default group.
+        group: The process group.
         problem: This rank's shards, with the options of the whole sequence.
         answer: Output and LSE of this rank's queries.
         shards: Shard lengths of all ranks.

@@ -43,13 +43,12 @@ def transport_of(group: Any, device: torch.device) -> Transport:
     GPUs of one host use P2P copies if all pairs support them; all other ranks send messages.
 
     Args:
-        group: The process group; ``None`` means the default group.
+        group: The process group.
         device: Device of this rank's tensors.
 
     Raises:
         RuntimeError: A rank has failed, or the first call on a group is captured in a CUDA graph.
     """
-    group = group or dist.group.WORLD
     if device.type != "cuda":
         return MessageTransport(group)
     if group not in _peers:
@@ -60,7 +59,7 @@ def transport_of(group: Any, device: torch.device) -> Transport:
 
 def ranks_per_host(group: Any) -> int:
     """Return the fewest consecutive ranks that share a host; every rank must call this."""
-    return min(len(list(ranks)) for _, ranks in groupby(hosts_of(group or dist.group.WORLD)))
+    return min(len(list(ranks)) for _, ranks in groupby(hosts_of(group)))
 
 
 def release(group: Any, seconds: float) -> None:
@@ -127,13 +126,12 @@ def probe_links(group: Any, device: torch.device) -> Links:
     plans.
 
     Args:
-        group: The process group; ``None`` means the default group.
+        group: The process group.
         device: Device of this rank's tensors.
 
     Raises:
         RuntimeError: A rank has failed, or the first call on a group is captured in a CUDA graph.
     """
-    group = group or dist.group.WORLD
     if group not in _measured:
         check_not_captured(device)
         steps, num_ranks, rank = [0, 0], dist.get_world_size(group), dist.get_rank(group)

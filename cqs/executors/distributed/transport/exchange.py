@@ -8,25 +8,26 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import lru_cache
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Size, Tensor
 
-from cqs.executors.distributed.route import HeadsOfRanks, PackOffsets, Route
+from cqs.executors.distributed.agreement import calls_on
+from cqs.executors.distributed.route import HeadsOfRanks, Route
 from cqs.partial import has_triton
 from cqs.scheduler.machines import SENT, ChunkRule
 
 BOUNDED_TURNS = 2
 """Number of sends in transit in one direction if memory is limited."""
 _FIRST_TAG = 1 << 30
-"""First message tag of this package. Every call has its own tag, apart from the user's tags."""
+"""First message tag of this package. Every pass has its own tag, apart from the user's tags."""
 _NUM_TAGS = 1 << 30
-"""Number of tags; later calls take them again."""
+"""Number of tags; later passes take them again."""
 _SETTLING_SECONDS = 10.0
 """Seconds that a failed call waits for pending transfers, at most."""
 
@@ -74,60 +75,57 @@ def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], schedule: Co
         )
 
 
-@dataclass(frozen=True, eq=False)
 class PacketLayout:
-    """Route, heads and row shape of a packet, which all calls of a signature share."""
+    """Route, heads and row shape of a packet, the same for all calls with equal arguments."""
 
-    route: Route
-    row_shape: tuple[int, ...]
-    """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
-    itemsize: int
-    """Size of an element in bytes."""
-    widths: tuple[int, ...]
-    """Number of heads of each source that are sent to a rank."""
-    schedule: CopySchedule = ()
-    """Copies from the sources, listed twice, to the rows for other ranks and then to
-    :attr:`Packet.received_by_source`. Empty if nothing is copied or the caller writes the rows."""
-    _: KW_ONLY
-    is_home: bool
-    """Whether the rows are results, sent along the route in reverse to the token owners."""
+    def __init__(
+        self,
+        route: Route,
+        shapes: Sequence[Size],
+        itemsize: int,
+        heads: Sequence[HeadsOfRanks] | None,
+        has_copies: bool,
+    ) -> None:
+        """Lay out the tensors of a packet, see :meth:`Exchange.send`.
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Number of rows that this rank sends to every rank; 0 for itself."""
-        numbers = list(self.route.receives if self.is_home else self.route.lengths)
-        numbers[self.route.rank] = 0
-        return numbers
-
-    @cached_property
-    def num_sent(self) -> int:
-        """Number of rows that this rank sends to others."""
-        return sum(self.lengths)
-
-    @cached_property
-    def expected(self) -> Sequence[int]:
-        """Number of rows that this rank receives from every rank, itself included."""
-        return self.route.lengths if self.is_home else self.route.receives
-
-    @cached_property
-    def num_received(self) -> int:
-        """Number of rows that this rank receives, from itself included."""
-        return sum(self.expected)
-
-    @cached_property
-    def places(self) -> PackOffsets:
-        """Row offsets of the packed rows in the send buffers of all ranks."""
-        return self.route.offsets[self.is_home]
-
-    @cached_property
-    def row_bytes(self) -> int:
+        Args:
+            route: The route of its tensors.
+            shapes: The shape of each tensor.
+            itemsize: Size of an element in bytes.
+            heads: For each tensor, the heads that every rank requires; ``None`` for results, which
+                are sent along the route in reverse to the token owners.
+            has_copies: Whether results are copied, or else computed in the send buffer.
+        """
+        (batch, _, _, *columns), is_home, self.route = shapes[0], heads is None, route
+        self.schedule = CopySchedule()
+        """Copies from the sources, listed twice, to the rows for other ranks and then to
+        :attr:`Packet.received_by_source`. Empty if nothing is copied or the caller writes the rows.
+        """
+        if heads is not None:
+            self.widths = [len(ranges[0]) for ranges in heads]
+            self.schedule = _schedule_out(route, heads)
+        else:
+            self.widths = [shape[1] for shape in shapes]
+            if has_copies and not route.stays:
+                self.schedule = _schedule_home(route, self.widths)
+        """Number of heads of each source that are sent to a rank."""
+        self.row_shape = batch, sum(self.widths), *columns
+        """Shape ``(batch, heads, ...)`` of one packed row; the same on all ranks."""
+        self.row_bytes = math.prod(self.row_shape) * itemsize
         """Size of one packed row in bytes."""
-        return math.prod(self.row_shape) * self.itemsize
-
-    @cached_property
-    def stays_home(self) -> bool:
+        sent, self.expected = route.lengths, route.receives
+        """Number of rows that this rank receives from every rank, itself included."""
+        if is_home:
+            sent, self.expected = self.expected, sent
+        self.lengths = list(sent)
+        """Number of rows that this rank sends to every rank; 0 for itself."""
+        self.lengths[route.rank] = 0
+        self.num_sent, self.num_received = sum(self.lengths), sum(self.expected)
+        self.firsts, self.most = route.find_offsets(is_home=is_home)
+        """For every rank, the index of the first row that it packs for this rank; and the number
+        of rows in the largest send buffer of any rank."""
+        self.stays_home = is_home and route.stays
         """Whether these are results of which this rank neither sends nor receives any."""
-        return self.is_home and self.route.stays
 
     def by_source(self, rows: Tensor) -> list[Tensor]:
         """Return views ``[batch, heads, rows, ...]`` of packed rows, one for each source."""
@@ -135,8 +133,7 @@ class PacketLayout:
         return [packed] if len(self.widths) == 1 else list(packed.split_with_sizes(self.widths, 1))
 
 
-PacketLayouts = dict[Any, list[PacketLayout]]
-"""Layouts of the packets of the exchanges of a task, made in its first call."""
+_find_layout = lru_cache(maxsize=1024)(PacketLayout)
 
 
 class Packet:
@@ -192,14 +189,11 @@ class Transport:
     has_buffer = False
     """Whether packed rows are in a send buffer that stays allocated between sends."""
     peak_bytes = 0
-    """Peak size of the send buffer in bytes, which PyTorch's memory statistics do not include."""
+    """Peak size of the send buffer that a call required, in bytes, which PyTorch's memory
+    statistics do not include."""
 
-    def begin(self, number: int) -> None:
-        """Begin a forward or backward pass on which all ranks have agreed.
-
-        Args:
-            number: Number of the call on its group; equal on all ranks.
-        """
+    def begin(self) -> None:
+        """Begin a forward or backward pass on which all ranks have agreed."""
 
     def end(self) -> None:
         """End the pass, also after an error. Later work on the current stream waits for its end."""
@@ -237,12 +231,7 @@ class MessageTransport(Transport):
     def __init__(self, group: Any) -> None:
         """Use a process group; ranks without rows post no messages."""
         # Its user decides how long a group lives, not the calls that are prepared for it.
-        self._group = weakref.ref(group)
-        self._number = 0
-
-    def begin(self, number: int) -> None:
-        """Begin a pass, whose messages carry the tag of its call."""
-        self._number = number
+        self._group, self._calls = weakref.ref(group), calls_on(group)
 
     def send(self, packets: Sequence[Packet], fill: Fill, turn: int, num_turns: int) -> list[Wait]:
         """Send packets as described in :meth:`Transport.send`.
@@ -254,28 +243,25 @@ class MessageTransport(Transport):
         # allocator returns their memory afterwards.
         rows_of_packets = [packet.new_rows(packet.layout.num_sent) for packet in packets]
         fill(rows_of_packets)
-        group, tag = self._group(), _FIRST_TAG + self._number % _NUM_TAGS
-        outgoing, incoming = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        group, tag = self._group(), _FIRST_TAG + self._calls.num_calls % _NUM_TAGS
+        sent, received = list[dist.P2POp](), list[dist.P2POp]()
         for packet, packed in zip(packets, rows_of_packets, strict=True):
-            layout = packet.layout
-            sides: list[tuple[dict[int, list[Tensor]], Tensor, Sequence[int]]]
-            sides = [(outgoing, packed, layout.lengths)]
-            if not layout.route.stays:
-                sides.append((incoming, packet.received, layout.expected))
-            for rows_by_rank, tensor, lengths in sides:
-                own, parts = layout.route.rank, tensor.split_with_sizes(lengths)
+            layout, own = packet.layout, packet.layout.route.rank
+            if layout.route.stays:
+                continue
+            for messages, operation, rows, lengths in (
+                (sent, dist.isend, packed, layout.lengths),
+                (received, dist.irecv, packet.received, layout.expected),
+            ):
+                parts = rows.split_with_sizes(lengths)
                 # A rank sends to the next one first: at the same time no two send to one rank.
                 for rank in (*range(own + 1, len(parts)), *range(own)):
                     if lengths[rank]:
-                        rows_by_rank.setdefault(rank, []).append(parts[rank])
+                        choices = {"group": group, "tag": tag, "group_peer": rank}
+                        messages.append(dist.P2POp(operation, parts[rank], **choices))
         # Receives first: gloo tells a sender on their one connection that it may send, which would
         # wait behind rows that are sent the other way.
-        messages = [
-            dist.P2POp(operation, rows, group=group, tag=tag, group_peer=rank)
-            for operation, rows_by_rank in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for rank, tensors in rows_by_rank.items()
-            for rows in tensors
-        ]
+        messages = received + sent
         if not messages:
             return []
         # One batch: messages posted one by one can wait for each other in a cycle of ranks.
@@ -342,26 +328,22 @@ class Exchange:
     The group remains usable after an error if the pass fails on all ranks after the same sends.
     """
 
-    def __init__(
-        self, transport: Transport, number: int, num_chunks: int | None, layouts: PacketLayouts
-    ) -> None:
+    def __init__(self, transport: Transport, num_chunks: int | None) -> None:
         """Prepare an exchange; use it as a context manager.
 
         Args:
             transport: Transport between the ranks of the group.
-            number: Number of the call on its group.
             num_chunks: Number of head chunks of the pass, each sent once in each direction, or
                 ``None`` if memory is limited, so that only :data:`BOUNDED_TURNS` sends are in
                 transit. Chunk or send i uses buffer slot ``i % num_turns`` of the transport.
-            layouts: Layouts of packets that earlier passes have made; new ones are added.
         """
-        self._transport, self._number, self._layouts = transport, number, layouts
+        self._transport = transport
         self._num_turns = min(num_chunks or BOUNDED_TURNS, transport.num_turns)
         self._sends = count() if num_chunks is None else None
         self._transfers: list[Transfer] = []
 
     def __enter__(self) -> "Exchange":
-        self._transport.begin(self._number)
+        self._transport.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -375,7 +357,6 @@ class Exchange:
 
     def send(
         self,
-        kind: Any,
         chunk: int,
         sources: Sequence[Tensor],
         routes: Sequence[Route],
@@ -385,7 +366,6 @@ class Exchange:
         """Send rows of tensors to the other ranks, and start receiving theirs.
 
         Args:
-            kind: A hashable name of the exchange among those of a head chunk with these routes.
             chunk: Index of the head chunk.
             sources: Tensors ``[batch, heads, rows, ...]``.
             routes: For each tensor, its route.
@@ -398,15 +378,15 @@ class Exchange:
         Returns:
             The transfer of one tensor ``[batch, heads of a rank, rows, ...]`` per source.
         """
-        key = kind, chunk, *routes
-        if key not in self._layouts:
-            self._layouts[key] = _lay_out(sources, routes, heads, has_copies=fill is None)
-        packets, received, first, most = list[Packet](), list[Tensor](), 0, 0
-        for layout in self._layouts[key]:
-            stop = first + len(layout.widths)
-            packets.append(Packet(layout, sources[first:stop]))
+        packets, received, most = list[Packet](), list[Tensor](), 0
+        for route, chosen in by_route(sources, routes):
+            tensors = sources[chosen.start : chosen.stop]
+            rank_heads = None if heads is None else tuple(heads[chosen.start : chosen.stop])
+            shapes = tuple(map(attrgetter("shape"), tensors))
+            layout = _find_layout(route, shapes, tensors[0].itemsize, rank_heads, fill is None)
+            packets.append(Packet(layout, tensors))
             received += packets[-1].received_by_source
-            first, most = stop, max(most, layout.places.most)
+            most = max(most, layout.most)
 
         def pack(rows: list[Tensor]) -> None:
             for packet, packed in zip(packets, rows, strict=True):
@@ -424,7 +404,7 @@ class Exchange:
         return self._transfers[-1]
 
 
-def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, list[int]]]:
+def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[Route, range]]:
     """Group adjacent tensors that one packet can hold: same route, trailing shape and dtype.
 
     Routes are compared by identity, because routes that are equal on this rank may differ on
@@ -433,47 +413,13 @@ def by_route(tensors: Sequence[Tensor], routes: Sequence[Route]) -> list[tuple[R
     Returns:
         For each group its route and the indices of its tensors.
     """
-    groups: list[tuple[Route, list[int]]] = []
-    last = None
+    groups, last = list[tuple[Route, range]](), None
     for i, (tensor, route) in enumerate(zip(tensors, routes, strict=True)):
         kind = id(route), tensor.shape[3:], tensor.dtype
-        if kind != last:
-            groups.append((route, []))
-        groups[-1][1].append(i)
+        first = groups.pop()[1].start if kind == last else i
+        groups.append((route, range(first, i + 1)))
         last = kind
     return groups
-
-
-def _lay_out(
-    sources: Sequence[Tensor],
-    routes: Sequence[Route],
-    heads: Sequence[HeadsOfRanks] | None,
-    *,
-    has_copies: bool,
-) -> list[PacketLayout]:
-    """Return the layouts of the packets of an exchange, see :meth:`Exchange.send`.
-
-    Args:
-        sources: The tensors.
-        routes: For each tensor, its route.
-        heads: For each tensor, the heads that every rank requires; ``None`` for results.
-        has_copies: Whether results are copied, or else computed in the send buffer.
-    """
-    layouts, is_home = [], heads is None
-    for route, chosen in by_route(sources, routes):
-        source, schedule = sources[chosen[0]], CopySchedule()
-        if heads is not None:
-            rank_heads = [heads[i] for i in chosen]
-            widths = [len(ranges[0]) for ranges in rank_heads]
-            schedule = _schedule_out(route, rank_heads)
-        else:
-            widths = [sources[i].shape[1] for i in chosen]
-            if has_copies and not route.stays:
-                schedule = _schedule_home(route, widths)
-        row_shape = source.shape[0], sum(widths), *source.shape[3:]
-        sizes = row_shape, source.itemsize, tuple(widths)
-        layouts.append(PacketLayout(route, *sizes, schedule, is_home=is_home))
-    return layouts
 
 
 def _schedule_out(route: Route, heads: Sequence[HeadsOfRanks]) -> CopySchedule:

@@ -38,6 +38,8 @@ class IpcMemory:
             initial_flags: Initial values of the flags.
         """
         self._device, self.rank, self._initial_flags = device, rank, list(initial_flags)
+        self.flag_bytes = 4 * len(initial_flags)
+        """Size of the flags in bytes."""
         self.addresses = [0] * num_ranks
         """Device address of every rank's buffer, valid in this process; 0 if there is none."""
         self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -48,11 +50,6 @@ class IpcMemory:
         """Addresses of this rank's earlier buffers that CUDA graphs may use; they are not freed."""
         self.is_released = False
         """Whether the group was aborted, so that the flags are not valid any more."""
-
-    @property
-    def flag_bytes(self) -> int:
-        """Size of the flags in bytes."""
-        return 4 * len(self._initial_flags)
 
     @property
     def flags(self) -> list[int]:

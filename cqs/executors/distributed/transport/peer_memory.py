@@ -79,8 +79,6 @@ class PeerMemory(Transport):
         """The other ranks in ring order, starting after this rank."""
         self._device, self._memory = device, memory
         self._timeout = timeout_of(group)
-        self.peak_bytes = 0
-        """Peak size of the send buffer that a call required, in bytes."""
         self._calls = calls_on(group)
         self._is_captured = False
         """Whether a CUDA graph captures this pass."""
@@ -88,8 +86,6 @@ class PeerMemory(Transport):
         """Epoch of the last send of this pass; the first send has epoch 1."""
         self._unread: list[_Packed] = []
         """Packets of this pass that peers may not have copied yet."""
-        self._begun: torch.cuda.Event | None = None
-        """Event at the beginning of this pass."""
         self._opened: torch.cuda.Event | None = None
         """Event after which this pass may write flags of other ranks; ``None`` before."""
         self._waited: dict[int, torch.cuda.Event] = {}
@@ -108,7 +104,7 @@ class PeerMemory(Transport):
         arguments = weakref.ref(self), memory, self._unfinished
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
-    def begin(self, number: int) -> None:
+    def begin(self) -> None:
         """Begin a pass; see :class:`cqs.executors.distributed.transport.exchange.Transport`.
 
         Raises:
@@ -149,14 +145,12 @@ class PeerMemory(Transport):
         # Every rank computes the same sizes and offsets, because `most` is that of all ranks: a
         # peer's packet is found without asking, and all ranks grow their buffers in the same send.
         layouts = [packet.layout for packet in packets]
-        sizes = [_aligned(layout.places.most * layout.row_bytes) for layout in layouts]
+        sizes = [_aligned(layout.most * layout.row_bytes) for layout in layouts]
         flag_bytes = _aligned(self._memory.flag_bytes)
         num_bytes = flag_bytes + num_turns * sum(sizes)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
-        stream_index, stream = (
-            turn % self.num_streams,
-            torch.cuda.current_stream(self._device.index),
-        )
+        stream_index = turn % self.num_streams
+        stream = torch.cuda.current_stream(self._device.index)
         if num_bytes > self._memory.buffer.nbytes:
             self._grow(num_bytes)
             with self._launching:
@@ -261,8 +255,7 @@ class PeerMemory(Transport):
         if not self._is_captured:
             self._streams.add(stream)
         self._epoch, self._unread, self._waited = 0, [], {}
-        self._begun = stream.record_event()
-        self._copy_stream.wait_event(self._begun)
+        self._copy_stream.wait_stream(stream)
         for rank in self._others:
             # The reset comes before `seen`, which allows the peer to end its next pass.
             self._wait_flag(self._copy_stream, rank, _ENDED, 1)
@@ -364,7 +357,7 @@ class PeerMemory(Transport):
             for packet, first in zip(packets, firsts, strict=True):
                 layout = packet.layout
                 if number := layout.expected[owner]:
-                    row, there = sum(layout.expected[:owner]), layout.places.firsts[owner]
+                    row, there = sum(layout.expected[:owner]), layout.firsts[owner]
                     target = packet.received.data_ptr() + row * layout.row_bytes
                     source = self._memory.addresses[owner] + first + there * layout.row_bytes
                     num_bytes = number * layout.row_bytes
