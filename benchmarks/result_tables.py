@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks import fitting
 from benchmarks.cover_search import least_size
-from benchmarks.layer_parts import PARTS
 from cqs.report.measurement import read_rows
 from cqs.scheduler import load_interest_set
 
@@ -21,7 +20,6 @@ Row = dict[str, Any]
 
 _PASSES = "forward", "backward", "both"
 _METHODS = ("cqs", "cqs quorums", "ring", "all-gather", "ulysses", "ulysses in two")
-_NETWORK_METHODS = "cqs", "ring", "all-gather", "ulysses", "ulysses in two", "grid"
 _OF_DIFFUSERS = "ulysses", "ring", "ulysses anything", "ring anything"
 _HEADLINE = {
     "one GPU": "one",
@@ -171,34 +169,21 @@ def peers(name: str, heads: str) -> str:
     )
 
 
-def networks(kv_heads: int) -> str:
-    """Hosts with slow links: time by method, the predicted time, and bytes beside the plan's."""
-    found: dict[tuple[int, str, str, bool, str], dict[str, Row]] = {}
+def networks() -> str:
+    """Hosts with slow links: time of cqs relative to the fastest other method, and its name."""
+    found: dict[tuple[int, int, bool, bool], dict[str, float]] = {}
     for row in rows_of("networks-cpu"):
-        if row["details"]["kv_heads"] == kv_heads:
-            kind, tokens, *_, head_dim = row["case"].split("-")
-            case = row["num_tasks"], tokens, head_dim, kind == "causal", row["benchmark"]
-            found.setdefault(case, {})[row["executor"]] = row
-    table = []
-    for (number, tokens, head_dim, is_causal, benchmark), methods in sorted(found.items()):
-        details = methods["cqs"]["details"]
-        cells = _by_method(methods, _NETWORK_METHODS, lambda row: f"{row['median_ms']:.0f}")
-        table.append(
-            [
-                number,
-                f"{int(tokens):,} x {head_dim[1:]}",
-                "causal" if is_causal else "non-causal",
-                benchmark.removeprefix("peers "),
-                *mark_best(cells, min),
-                f"{details['predicted_ms']:.0f}",
-                f"{details['link_bytes'] / 1e6:.2f}",
-                f"{details['promised_bytes'] / 1e6:.2f}",
-            ]
-        )
-    header = ["hosts", "tokens x head_dim", "attention", "passes"]
-    header += [f"`{method}`" for method in _NETWORK_METHODS]
-    header += ["`cqs` predicted", "sent, MB", "promised"]
-    return to_markdown(header, table, num_labels=4)
+        is_both, is_causal = row["benchmark"] == "peers both", row["case"].startswith("causal")
+        case = -row["details"]["kv_heads"], row["num_tasks"], is_both, is_causal
+        found.setdefault(case, {})[row["executor"]] = row["median_ms"]
+    table: dict[tuple[int, int], list[str]] = {}
+    for (kv_heads, number, *_), times in sorted(found.items()):
+        others = [name for name in times if name != "cqs"]
+        best = min(others, key=lambda name: times[name])
+        table.setdefault((-kv_heads, number), []).append(f"{times['cqs'] / times[best]:.2f} {best}")
+    header = ["KV heads", "hosts"]
+    header += [f"{passes}, {kind}" for passes in _PASSES[::2] for kind in ("non-causal", "causal")]
+    return to_markdown(header, [[*key, *cells] for key, cells in table.items()], num_labels=2)
 
 
 def limited() -> str:
@@ -327,36 +312,34 @@ def split_on_cpu() -> str:
     )
 
 
-def tasks(passes: str) -> str:
+def tasks() -> str:
     """Time of all tasks on one GPU relative to one call, non-causal / causal."""
     rows, numbers = rows_of("h200"), (7, 8, 13, 31)
 
-    def ratio(kind: str, tokens: int, head_dim: int, way: str, num_tasks: int) -> str:
-        row = find_row(
-            rows,
-            benchmark=f"tasks {passes}",
-            case=f"{kind}-{tokens}-h16-d{head_dim}",
-            executor=way,
-            num_tasks=num_tasks,
-        )
-        return f"{row['ratio']:.2f}"
+    def ratio(**fields: object) -> str:
+        return f"{find_row(rows, **fields)['ratio']:.2f}"
 
     return to_markdown(
-        [passes, *(f"W = {number}" for number in numbers)],
+        ["passes", "tokens", "tasks", *(f"W = {number}" for number in numbers)],
         [
-            [
-                f"{label}, {_length(tokens)} tokens, d = {head_dim}",
-                *(
-                    " / ".join(
-                        ratio(kind, tokens, head_dim, way, number) for kind in ("full", "causal")
+            [passes, _length(tokens), label]
+            + [
+                " / ".join(
+                    ratio(
+                        benchmark=f"tasks {passes}",
+                        case=f"{kind}-{tokens}-h16-d128",
+                        executor=executor,
+                        num_tasks=number,
                     )
-                    for number in numbers
-                ),
+                    for kind in ("full", "causal")
+                )
+                for number in numbers
             ]
-            for label, way in (("together", "local"), ("one by one", "one by one"))
+            for passes in ("forward", "forward and backward")
             for tokens in (2**14, 2**16, 2**17)
-            for head_dim in (128, 64)
+            for label, executor in (("together", "local"), ("one by one", "one by one"))
         ],
+        num_labels=3,
     )
 
 
@@ -410,108 +393,45 @@ def accuracy(dtype: str) -> str:
 
 
 def memory() -> str:
-    """Memory and time of the longest task of the published case study: first and last length."""
+    """Memory of a task relative to one, with scores in memory and with fused kernels."""
     rows = rows_of("memory-h100")
-    lengths = rows[0]["tokens"], rows[-1]["tokens"]
-    return to_markdown(
-        ["N", "W", "longest subsequence", "MiB", "measured / predicted", "ms", "time / W = 1"],
-        [
-            [
-                f"{row['tokens']:,}",
-                row["num_tasks"],
-                f"{row['held_tokens']:,}",
-                f"{row['peak_bytes'] / 2**20:.1f}",
-                f"{row['peak_bytes'] / row['predicted_bytes']:.3f}",
-                f"{row['median_ms']:#.3g}",
-                f"{row['ratio']:#.3g}",
+    fused = {row["num_tasks"]: row for row in find_rows(rows, tokens=rows[-1]["tokens"])}
+    table = []
+    for row in rows_of("report-cpu-reference"):
+        number, cells = row["num_tasks"], ["", "", ""]
+        if number in fused:
+            found = fused[number]
+            cells = [
+                _percent(found["peak_bytes"] / fused[1]["peak_bytes"], 1),
+                f"{found['peak_bytes'] / found['predicted_bytes']:.3f}",
+                f"{found['ratio']:.3f}",
             ]
-            for row in rows
-            if row["tokens"] in lengths
-        ],
-        num_labels=0,
-    )
+        longest = _percent(row["held_tokens"] / row["tokens"], 1)
+        kept = _percent(row["peak_bytes"] / row["one_bytes"], 1)
+        shares = _percent(1 / number, 1), kept, _percent(number**-0.5, 1)
+        table.append([number, longest, _PUBLISHED_SHARES.get(number, ""), *shares, *cells])
+    header = ["W", "longest subsequence", "published", "1/W", "scores in memory", "1/sqrt(W)"]
+    header += ["fused kernels", "measured / predicted", "time / W = 1"]
+    return to_markdown(header, table, num_labels=0)
 
 
-def memory_shares() -> dict[str, dict[int, float]]:
-    """Return the memory of a task relative to one task, by what is kept and number of tasks."""
-    kept = {
-        row["num_tasks"]: row["peak_bytes"] / row["one_bytes"]
-        for row in rows_of("report-cpu-reference")
-    }
-    fused = {row["num_tasks"]: row["peak_bytes"] for row in rows_of("memory-h100")}
-    return {
-        "scores in memory": kept,
-        "fused kernels": {number: peak / fused[1] for number, peak in fused.items()},
-    }
-
-
-def shares() -> str:
-    """Memory of a task relative to one task, with scores in memory and with fused kernels."""
-    kept, fused = memory_shares().values()
-    rows = [
-        [
-            row["num_tasks"],
-            _percent(1 / row["num_tasks"], 1),
-            _percent(kept[row["num_tasks"]], 1),
-            _percent(row["num_tasks"] ** -0.5, 1),
-            _percent(fused[row["num_tasks"]], 1) if row["num_tasks"] in fused else "",
-            _percent(row["held_tokens"] / row["tokens"], 1),
-            _PUBLISHED_SHARES.get(row["num_tasks"], ""),
-        ]
-        for row in rows_of("report-cpu-reference")
-    ]
-    header = ["W", "1/W", "scores in memory", "1/sqrt(W)", "fused kernels"]
-    return to_markdown([*header, "longest subsequence", "published"], rows, num_labels=0)
-
-
-def bottleneck(name: str, digits: int) -> str:
+def bottleneck() -> str:
     """Milliseconds of a layer, and the share of attention, dense and with a pattern."""
     found: dict[tuple[str, int], dict[bool, Row]] = {}
-    for row in rows_of(name):
+    for row in rows_of("bottleneck-h100"):
         case = row["case"].rpartition("-")[0], row["details"]["tokens"]
         found.setdefault(case, {})[row["executor"] == "dense"] = row
     rows = [
         [
             model,
             f"{tokens:,}",
-            *(f"{row['median_ms']:.{digits}f}" for row in (by[True], by[False])),
+            *(f"{row['median_ms']:.1f}" for row in (by[True], by[False])),
             *(_percent(row["ratio"]) for row in (by[True], by[False])),
         ]
         for (model, tokens), by in found.items()
     ]
     header = ["model", "tokens", "dense, ms", "pattern, ms", "attention, dense", "with pattern"]
     return to_markdown(header, rows)
-
-
-def block_sparse() -> str:
-    """Milliseconds of patterns of blocks, forward, by the kernels that compute them."""
-    found: dict[str, dict[str, str]] = {}
-    for row in find_rows(rows_of("patterns-h100"), benchmark="patterns forward"):
-        name = row["case"].rpartition("-")[0]
-        found.setdefault(name, {})[row["executor"]] = f"{row['median_ms']:.3f}"
-    columns = "cqs", "flex", "block-sparse", "dense"
-    table = [
-        [name, *mark_best([by[column] for column in columns], min)] for name, by in found.items()
-    ]
-    header = ["pattern", "`cqs`", "FlexAttention", "three block-sparse kernels", "dense"]
-    return to_markdown(header, table)
-
-
-def profiles() -> str:
-    """Counters of the kernels of a call that multiply matrices."""
-    rows = [row for row in rows_of("profiles-h100") if row["details"]["tensor_percent"] > 1]
-    header = ["pattern", "kernel", "us", "tensor cores", "issue slots", "L2", "L2 hits", "memory"]
-    names = "tensor", "issue", "l2", "l2_hit", "memory"
-    table = [
-        [
-            f"`{row['case'].rpartition('-')[0]}`",
-            f"`{row['executor']}`",
-            f"{1e3 * row['median_ms']:.0f}",
-            *(f"{row['details'][f'{name}_percent']:.0f} %" for name in names),
-        ]
-        for row in rows
-    ]
-    return to_markdown(header, table, num_labels=2)
 
 
 def numbers_of_tasks() -> str:
@@ -650,36 +570,6 @@ def short_patterns() -> str:
 # Layers and clusters
 
 
-def layer_parts() -> str:
-    """Parts of a step of a layer, by mesh; the fastest step of each layer in bold."""
-    table = []
-    for name in ("block-h100-x2", "block-h200-x4"):
-        for layer in ("dense", "window"):
-            rows = [row for row in rows_of(name) if row["case"].startswith(layer)]
-            steps = mark_best([f"{row['median_ms']:.1f}" for row in rows], min)
-            for row, step in zip(rows, steps, strict=True):
-                mesh = row["executor"].partition(" ")[2].replace("x", " x ")
-                parts = (f"{row['details'][f'{part}_ms']:.1f}" for part in PARTS)
-                peak = f"{row['details']['peak_bytes'] / 2**20:.0f}"
-                table.append([layer, mesh, step, *parts, peak])
-    header = ["layer", "sequence x tensor", "step", "attention", "feed-forward", "waiting", "rest"]
-    return to_markdown([*header, "MiB of a rank"], table, num_labels=2)
-
-
-def layer_communication() -> str:
-    """Communication of a dense step by mesh, and the part of it that overlaps."""
-    table = []
-    for name in ("block-h100-x2", "block-h200-x4"):
-        for row in rows_of(name):
-            if row["case"].startswith("dense"):
-                times = (row["details"][part] for part in ("travels_ms", "hidden_ms"))
-                mesh = row["executor"].partition(" ")[2].replace("x", " x ")
-                cells = [f"{each:.1f}" for each in (*times, row["median_ms"])]
-                table.append([row["device"].split()[1], mesh, *cells])
-    header = ["GPUs", "sequence x tensor", "communication, ms", "overlapped, ms", "step, ms"]
-    return to_markdown(header, table, num_labels=2)
-
-
 def layer_lengths() -> str:
     """Milliseconds of a step of a layer on four GPUs, by length and mesh."""
     found: dict[tuple[str, int], dict[str, str]] = {}
@@ -731,22 +621,6 @@ def ray_on_gpus(machines: Sequence[tuple[int, str]], tokens: int) -> str:
                 table.append([f"{num_actors} {gpu}s", label, *times])
     header = ["actors", "tensors, mask, passes", "W = actors", *(f"W = {n}" for n in others)]
     return to_markdown(header, table, num_labels=2)
-
-
-def report_of_actors() -> str:
-    """Time and memory for each number of tasks on four Ray actors."""
-    found = rows_of("report-h200-ray-x4")
-    table = []
-    for number in sorted({row["num_tasks"] for row in found}):
-        cells: list[object] = [number]
-        for name in ("forward", "backward"):
-            row = find_row(found, benchmark=f"scaling {name}", num_tasks=number)
-            share = f"{100 * row['peak_bytes'] / row['one_bytes']:.0f} %"
-            cells += [f"{row['median_ms']:.1f}", f"{1 / row['ratio']:.2f}", share]
-        table.append(cells)
-    columns = "ms", "times as fast as one call", "memory"
-    header = ["W", *(f"{name}: {each}" for name in ("forward", "backward") for each in columns)]
-    return to_markdown(header, table)
 
 
 def packed() -> str:
@@ -913,37 +787,27 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-patterns": partial(peer_shapes, "patterns-h200-x2"),
     "peers-loops": peer_loops,
     "peers-messages": partial(peers, "peers-h200-x2-messages", "h16-kv16-d128"),
-    "networks": partial(networks, 8),
-    "networks-gqa": partial(networks, 2),
+    "networks": networks,
     "covers": covers,
     "limited": limited,
     "efficiency-ranges": efficiency_ranges,
     "fit": fit,
     "split-cpu": split_on_cpu,
-    "tasks-forward": partial(tasks, "forward"),
-    "tasks-both": partial(tasks, "forward and backward"),
+    "tasks": tasks,
     "kernels": kernels,
-    "accuracy-float16": partial(accuracy, "float16"),
-    "accuracy-bfloat16": partial(accuracy, "bfloat16"),
+    "accuracy": partial(accuracy, "bfloat16"),
     "memory": memory,
-    "memory-shares": shares,
-    "bottleneck": partial(bottleneck, "bottleneck-cpu", 0),
-    "bottleneck-gpu": partial(bottleneck, "bottleneck-h100", 1),
-    "block-sparse": block_sparse,
-    "profiles": profiles,
+    "bottleneck": bottleneck,
     "numbers-of-tasks": numbers_of_tasks,
     "streaming": streaming,
     "patterns-gpu": patterns_on_gpu,
     "patterns-cpu": patterns_on_cpu,
     "short-cpu": short_patterns,
-    "layer-parts": layer_parts,
-    "layer-communication": layer_communication,
     "layer-lengths": layer_lengths,
     "packed": packed,
     "host-gpu": partial(host, "host-h100-x2"),
     "ray-gpus": partial(ray_on_gpus, ((2, "H100"), (2, "H200"), (4, "H200")), 131_072),
     "ray-gpus-64k": partial(ray_on_gpus, ((2, "H100"), (4, "H100")), 65_536),
-    "ray-report": report_of_actors,
     "sharded": sharded,
     "recovery": recovery,
     "model": partial(speed_ups, "model-h200-x2", ["cqs one", "cqs", "torch"]),

@@ -30,7 +30,8 @@ def run(options: argparse.Namespace) -> None:
 
 def find_pages() -> list[Path]:
     """Return the pages that may have tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    return [ROOT / "README.md", *sorted(pages), ROOT / "interest_sets/README.md"]
 
 
 def table_names(text: str) -> list[str]:

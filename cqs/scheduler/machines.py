@@ -82,6 +82,6 @@ FETCHED = ChunkRule(1e12, 8e12, 2e12, 65_536)
 With two chunks instead of one the host takes 1.2 ms more forward and 2.5 ms for both passes. In a
 loop of calls, 16K causal tokens on two H100s (5.5e11) take 1.9 ms in one chunk and 3.0 in two, and
 4.3 and 6.3 ms for both passes. If the GPUs are busy when a call is launched, a forward pass takes
-1.24 and 1.10 ms (docs/notes/host-time.md)."""
+1.24 and 1.10 ms (benchmarks/journal/ranks.md)."""
 SENT = ChunkRule(2e12, 8e12, 8e12, math.inf)
 """Thresholds for messages of torch.distributed."""

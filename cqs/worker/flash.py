@@ -31,7 +31,7 @@ _SQUARE_TILE = 128
 """Causal squares are cut at a multiple of this number of rows."""
 _LONGEST_SQUARE = 32_768
 """Most rows of a causal square that the backward kernel computes in one call. Longer squares take
-up to 44 % longer in one call than in parts (docs/kernels.md)."""
+up to 44 % longer in one call than in parts (benchmarks/journal/kernels.md)."""
 
 
 class _Flash(CallBackend):

@@ -1,8 +1,8 @@
 """A simulator of the GPUs of a host, in one process: a thread for each rank, and no device.
 
 Operations run in any order that streams and events allow; a seed chooses it. Flags are int32 in
-host memory, which streams wait for and write as the CUDA driver does. docs/notes/peer-memory.md
-describes the protocol that runs on it, in the same words.
+host memory, which streams wait for and write as the CUDA driver does.
+benchmarks/journal/protocols.md describes the protocol that runs on it, in the same words.
 """
 
 import ctypes

@@ -222,7 +222,7 @@ def test_a_masked_value_that_is_not_finite_reaches_no_query(kernel, tokens, opti
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_scratch_memory_is_as_documented(dim, use_kernel):
-    """docs/kernels.md: sums of dQ, 8 bytes per query and head, 4 per block; the state has 128."""
+    """Sums of dQ, 8 bytes per query and head, 4 per block; the state has 128 (kernel-design.md)."""
     calls = use_kernel("rectangles")
     tensors = make_tensors(8, 1000, kv_heads=2, dim=dim)
     compute, operands = differentiate_by(tensors, plan_work(1000, 1000, is_causal=True))

@@ -117,7 +117,7 @@ def wait_for_programs(started, num_items, num_polls):
 
     Programs that read the same keys at the same time share them in the L2 cache, but over long
     tiles they drift apart until each reads from memory. On one H200 the wait takes a forward pass
-    of 16 heads of 128 from 589 to 640 TFLOP/s at 128K tokens (docs/kernels.md).
+    of 16 heads of 128 from 589 to 640 TFLOP/s at 128K tokens (benchmarks/journal/kernels.md).
 
     The wait is bounded because the device may not run all programs at once, for example if two
     launches share it: an unbounded one would deadlock.

@@ -3,7 +3,7 @@
 Copy engines fetch the rows, and CUDA streams wait for flags in device memory, so no multiprocessor
 is used. An NCCL message is a kernel at both ends, which competes with compute kernels for them.
 
-docs/notes/peer-memory.md describes the protocol: its flags, epochs, invariants and abort.
+benchmarks/journal/protocols.md describes the protocol: its flags, epochs, invariants and abort.
 """
 
 import os
