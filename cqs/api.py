@@ -129,7 +129,7 @@ def attention(
         return_lse: Whether to return the log-sum-exp as well.
         verify: Whether to recompute sampled rows in float64 and raise an error if they deviate.
         reproducible: Whether the bits of the results depend on the problem and ``num_tasks`` alone,
-            and are those of every other executor; see docs/reproducible.md.
+            and are those of every other executor; see docs/exactness.md.
 
     Returns:
         ``output``, ``[batch, num_heads, seqlen_q, value_dim]``, in the dtype and on the device of

@@ -26,7 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-include_patterns = ["docs/**", "notebooks/*"]
+include_patterns = ["CHANGELOG.md", "docs/**", "notebooks/*"]
 exclude_patterns = [".*", "docs/notes"]
 root_doc = "docs/index"
 nb_execution_mode = "off"

@@ -67,7 +67,7 @@ def follow_the_readme(top: Path, wheel: Path) -> None:
     ]
     assert ["pip", "install", ".[ray,plots]"] in commands
     run(environment / "pip", "install", "--quiet", f"{wheel}[ray,plots]")
-    script = "\n".join(fence.code for fence in found if fence.language == "python")
+    script = "\n".join(f.code for f in found if (f.language, f.file) == ("python", None))
     (empty / "readme.py").write_text(script)
     run(environment / "python", "readme.py", cwd=empty)
     for name, *words in commands:

@@ -153,7 +153,7 @@ ROWS = {
 OWN = {
     "group": "the process group of the ranks",
     "joint": "tokens of which every rank has a copy; elsewhere they are part of the sequence",
-    "out": "a destination in memory or in a file; see [streaming](streaming.md)",
+    "out": "a destination in memory or in a file; see [files](howto/longer-than-memory.md)",
     "reproducible": "the same on every executor; test_reproducible.py compares all of them",
 }
 """Arguments that are no axis of the matrix."""

@@ -34,7 +34,7 @@ def verify_rows(problem: Problem, answer: Partial, *, num_rows: int = 32, seed: 
     """Compare sampled query rows with float64 attention, for every batch element and head.
 
     The error bound of each entry is a function of head_dim, the number of visible keys, and the
-    magnitudes of scores and values; docs/error-bound.md derives it.
+    magnitudes of scores and values; docs/exactness.md derives it.
 
     Where the exact result is NaN or infinite, ``answer`` must be so too; a NaN at a masked key does
     not excuse a NaN in the output. An infinite value whose weight may underflow to 0 may give NaN.
@@ -185,7 +185,7 @@ def _bounds(
     factors: Tensor | float,
     finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return bounds on the absolute errors of sampled rows of a head; see docs/error-bound.md.
+    """Return bounds on the absolute errors of sampled rows of a head; see docs/exactness.md.
 
     Args:
         problem: The problem, which determines dtype and head_dim.

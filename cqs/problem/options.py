@@ -34,7 +34,7 @@ class ProblemOptions(TypedDict, total=False):
     reproducible: bool
     """Whether output, LSE and gradients are bitwise identical on every executor, for any number of
     processes, shards, threads and failures, on one model of device with equal versions; ``False``
-    by default. They depend on ``num_tasks``; see docs/reproducible.md."""
+    by default. They depend on ``num_tasks``; see docs/exactness.md."""
 
 
 class AttentionOptions(ProblemOptions, total=False):
