@@ -69,9 +69,9 @@ class Problem:
         """Whether autograd records a call."""
         if not torch.is_grad_enabled():
             return False
-        tensors = self.query, self.key, self.value, self.sinks
-        has_leaves = self.terms is not None and bool(self.terms.leaves)
-        return has_leaves or any(t is not None and t.requires_grad for t in tensors)
+        required = self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
+        required |= self.sinks is not None and self.sinks.requires_grad
+        return required or (self.terms is not None and bool(self.terms.leaves))
 
     @property
     def differs_by_head(self) -> bool:
@@ -267,7 +267,9 @@ def check_problem(
     factor = to_float(scale, "scale must be a number or None")
     if not math.isfinite(factor):
         raise ValueError(f"scale must be finite, got {scale}")
-    sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
+    sinks = terms = None
+    if scores is not None:
+        sinks, terms = check_scores(scores, query, None if is_shard else key.shape[2])
     dropout_p, seed = options.get("dropout_p", 0.0), options.get("seed")
     probability = to_float(dropout_p, "dropout_p must be a number")
     if not 0 <= probability < 1:

@@ -66,7 +66,7 @@ def take_apart(scores: Scores | None) -> tuple[tuple[Tensor | None, ...], float 
 
 
 def check_scores(
-    scores: Scores | None, query: Tensor, seqlen_kv: int | None
+    scores: Scores, query: Tensor, seqlen_kv: int | None
 ) -> tuple[Tensor | None, ScoreTerms | None]:
     """Return the sinks and the terms of a call, ``None`` without any.
 
@@ -79,8 +79,6 @@ def check_scores(
         TypeError: An option has the wrong type or dtype.
         ValueError: An option does not fit the tensors.
     """
-    if scores is None:
-        return None, None
     check_is_scores(scores)
     sinks = _check_tensor("sinks", scores.sinks, query)
     if sinks is not None and sinks.shape != query.shape[1:2]:

@@ -56,7 +56,7 @@ class HeldTokens:
         """Return all tokens in one tensor; several are copied once, and the copy is kept."""
         if self.tensor is None:
             parts = self.split()
-            self.tensor = join_rows(parts)
+            self.tensor = parts[0] if len(parts) == 1 else join_rows(parts)
         return self.tensor
 
     def empty_like(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,16 +88,16 @@ class HeldTokens:
                         break
             else:
                 raise KeyError(f"tokens {start}..{tokens.stop} are not held")
-        return join_rows(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return join_rows(parts) if parts[0].is_cuda else torch.cat(parts, dim=2)
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors ``[batch, heads, rows, ...]`` one after another in dim 2; one is not copied.
+    """Return tensors ``[batch, heads, rows, ...]`` one after another in dim 2.
 
     An H200 copies elements of 16 bytes in half of the time of those of 2; a CPU gains nothing.
     """
-    if len(parts) == 1:
-        return parts[0]
     if all(map(_is_wide, parts)):
         wide = torch.cat([part.view(torch.complex128) for part in parts], dim=2)
         return wide.view(parts[0].dtype)

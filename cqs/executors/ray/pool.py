@@ -415,11 +415,11 @@ class Calls:
         except errors.RayTaskError as error:
             raised = error.cause
             with suppress(Exception):  # some exceptions have read-only attributes
-                raised.__cause__ = error.with_traceback(None)  # frames refer to sequences
+                raised.__cause__ = error.with_traceback(None)
         except errors.UnserializableException as error:
             raised = error
         except errors.RayError as error:  # the actor, its host or the result is lost
-            return self.fail(actor, error)
+            return self.fail(actor, error.with_traceback(None))
         self._last_sign[actor] = time.monotonic()
         key = self.queues[actor].pop(ref)
         if isinstance(value, ActorInfo) and value.version != __version__:
