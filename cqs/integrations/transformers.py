@@ -28,6 +28,8 @@ _NOT_HONOURED = ("block_indices", "cache", "head_mask", "sinks")
 """Arguments of layers, besides a mask, that change the result and are not supported."""
 _NOT_SHARDED = ("indices", "output_attentions", "position_bias")
 """Those that are not supported with a process group."""
+_MIXERS = "mamba", "ssm_", "linear_", "conv_"
+"""Beginnings of the names of options of models whose layers mix tokens without attention."""
 _WHOLE = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 """Arguments of transformers' mask function, which then returns a mask in every case."""
 
@@ -108,9 +110,7 @@ def register(
     mask = replaced_in_graphs(implementation.mask_in_graph, lambda: 0)(implementation.mask)
     if not group is cluster is None:
         attend, mask = uncompiled(attend), uncompiled(implementation.mask)
-    make_mask: Callable[..., Tensor] = mask
-    if group is None:
-        make_mask = own_attention.with_eager_masks(mask, eager_mask)
+    make_mask = own_attention.with_eager_masks(mask, eager_mask) if group is None else mask
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
     own_attention.register(name, attend)
@@ -170,8 +170,7 @@ class _Implementation:
                 if mask is not None and mask.dtype == torch.bool:
                     mask = as_added(mask, query.dtype)
                 asked |= {"dropout": dropout, "scaling": scaling}
-                weighted: tuple[Tensor, Tensor] = eager(module, query, key, value, mask, **asked)
-                return weighted
+                return eager(module, query, key, value, mask, **asked)
             with self._errors_shared:
                 pattern, bias = self._pattern_of(module, lengths, attention_mask, is_causal, asked)
             if self.group is not None and (packed := self._packed(attention_mask, asked)):
@@ -266,6 +265,7 @@ class _Implementation:
         attention_mask: Tensor | None = None,
         use_vmap: bool = False,
         device: "torch.device | str" = "cpu",
+        config: Any = None,
         **_: Any,
     ) -> PatternMask:
         """Return the mask that a model passes to its layers.
@@ -285,16 +285,20 @@ class _Implementation:
             attention_mask: ``[batch, positions]``, False at padding; ``None`` without padding.
             use_vmap: Whether ``mask_function`` supports scalars only.
             device: Device of the mask.
+            config: The configuration of the model.
 
         Returns:
             The mask, ``[batch, 1, q_length, kv_length]``.
 
         Raises:
-            NotImplementedError: The mask is not supported with a process group.
+            NotImplementedError: The mask or the model is not supported with a process group.
             ValueError: Ranks of the group differ in batch size or pattern.
         """
         q_offset = int(q_offset)
+        options = getattr(config, "__dict__", ()) if self.group is not None else ()
         with self._errors_shared:
+            if any(name.startswith(_MIXERS) for name in options):
+                raise NotImplementedError("state-space or convolution layers need whole sequences")
             visible = masks.visible_keys(attention_mask, kv_offset, kv_length)
             distance = kv_offset + kv_length - q_offset - q_length
             pattern = masks.recognise_pattern(mask_function, distance, self.group is not None)
@@ -308,8 +312,7 @@ class _Implementation:
             source.may_be_packed = not whole.is_padded
             source.has_packed = masks.has_packed(mask_function)
             return PatternMask(shape, device, source)
-        vmaps = use_vmap and pattern is None
-        make_dense = partial(make_dense, q_offset=q_offset, use_vmap=vmaps)
+        make_dense = partial(make_dense, q_offset=q_offset, use_vmap=use_vmap and pattern is None)
         if pattern is None:
             # Made now, because torch.vmap does not run inside of __torch_dispatch__.
             make_dense = make_dense().clone
@@ -358,17 +361,16 @@ def _sets_is_causal(layer: Any) -> bool:
 _sets_is_causal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
+def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the eager attention of a model, which returns attention weights, and warn."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise NotImplementedError("output_attentions is not supported")
     warnings.warn(
         "output_attentions=True: the model's eager attention computes the layers, not cqs",
         stacklevel=3,
     )
-    attend: Callable[..., Any] = eager
-    return attend
+    return eager  # type: ignore[no-any-return]
 
 
 def _no_dense_mask() -> Tensor:

@@ -73,6 +73,9 @@ def complaints(group):
     mask = torch.ones(3, 1, 1, 1).expand(-1, -1, part["input_ids"].shape[1], TOKENS).bool()
     own_mask = {"attention_mask": mask} if rank == 1 else {}
     found["mask"] = complaint_of(lambda: model(**part | own_mask))
+    model.config.mamba_d_state = 16  # as in models with state-space layers
+    found["state"] = complaint_of(lambda: model(**part))
+    del model.config.mamba_d_state
     mask = create_causal_mask(model.config, torch.empty(*part["input_ids"].shape, 0), None, None)
     found["read"] = complaint_of(mask.any)
     assert complaint_of(lambda: model(**part)) is None, "what was refused has left nothing behind"

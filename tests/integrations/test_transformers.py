@@ -398,3 +398,4 @@ def test_what_a_group_cannot_do_is_refused(ranks):
         assert "a cache is not supported with a process group" in found["cache"]
         assert "cu_seq_lens_q must be of the sequences of all ranks" in found["lengths"]
         assert "with a process group" in found["read"]
+        assert "layers need whole sequences" in found["state"]

@@ -50,7 +50,7 @@ BUDGETS = {
     "tests": Budget(19_340, 515, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 42_345, "docs/notes": 1_243, "benchmarks/journal": 6_000}
+MOST_WORDS = {"docs": 42_400, "docs/notes": 1_243, "benchmarks/journal": 6_000}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
