@@ -47,10 +47,10 @@ BUDGETS = {
     "cqs/report": Budget(834, 126, 7),
     "cqs/commands": Budget(961, 152, 6),
     "benchmarks": Budget(6572, 645, 0),
-    "tests": Budget(19_340, 515, 0),
+    "tests": Budget(19_333, 515, 0),
 }
 """A file belongs to the part with the longest path that contains it."""
-MOST_WORDS = {"docs": 42_400, "docs/notes": 1_243, "benchmarks/journal": 6_000}
+MOST_WORDS = {"docs": 41_148, "docs/notes": 1_243, "benchmarks/journal": 6_000}
 """Folder -> words of its pages, without those of a longer path in this table."""
 DICTATED = {"cqs/integrations/flex.py": "FlexAttention"}
 """Path -> the library that dictates the signatures of its functions, which are not counted."""
